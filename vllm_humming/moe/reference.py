@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routed-experts layer in plain torch: the CPU path of the op, and a float64 oracle for tests.
+
+Rounding points are those of docs/kernel-notes.md, section 1: fp32 accumulation, `h` and the weighted slot outputs
+rounded once to the activation dtype, the sum over top-k in fp32 and ascending, rounded once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from vllm_humming.moe.packing import CHUNK_K, PackedProjection, unpack_unscaled
+
+
+class Activation(IntEnum):
+    """The op's `activation` codes."""
+
+    SWIGLU = 0  # g = min(gate, limit); u = clamp(up, -limit, limit); (u + beta) * g * sigmoid(alpha * g)
+    GELU_TANH = 1  # gelu_tanh(gate) * up
+    RELU2 = 2  # max(x, 0)^2, not gated
+
+    @property
+    def gated(self) -> bool:
+        return self is not Activation.RELU2
+
+
+def moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    w13: PackedProjection,
+    w2: PackedProjection,
+    out: Tensor,
+    *,
+    activation: int,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float = math.inf,
+    router_weight_on_input: bool = False,
+) -> None:
+    """Writes the routed-experts layer of x [M, H] (bf16 or fp16) to out [M, H]; x is only read.
+
+    topk_weights fp32 [M, k]; topk_ids int32 [M, k], global ids when expert_map (int32 [global experts]) is given. Ids
+    that are negative, out of range or mapped to a negative expert contribute nothing. w13 and w2 are packed for
+    x.dtype. Works on any device, one pass per active expert.
+    """
+    act = Activation(activation)
+    tokens, hidden = x.shape
+    top_k = topk_ids.shape[1]
+    intermediate = w2.packed.shape[2] * CHUNK_K
+    y = torch.zeros((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    slot_weights = topk_weights.reshape(-1).float()
+    for expert, slots in _slots_by_expert(topk_ids, expert_map, w13.packed.shape[0]):
+        weights = slot_weights[slots][:, None]
+        up, up_scale, up_bias = unpack_unscaled(
+            w13,
+            expert,
+            dtype=x.dtype,
+            k=hidden,
+            out_features=intermediate * (2 if act.gated else 1),
+            gated=act.gated,
+        )
+        h = _linear(x[slots // top_k].float(), up, up_scale)
+        if router_weight_on_input:
+            h.mul_(weights)
+        if up_bias is not None:
+            h.add_(up_bias)
+        h = activate(h, act, alpha, beta, limit).to(x.dtype).float()
+        down, down_scale, down_bias = unpack_unscaled(
+            w2, expert, dtype=x.dtype, k=intermediate, out_features=hidden, gated=False
+        )
+        slot_out = _linear(h, down, down_scale)
+        if down_bias is not None:
+            slot_out.add_(down_bias)
+        if not router_weight_on_input:
+            slot_out.mul_(weights)
+        y[slots] = slot_out.to(x.dtype)
+    total = torch.zeros((tokens, hidden), dtype=torch.float32, device=x.device)
+    for slot in y.view(tokens, top_k, hidden).unbind(1):
+        total += slot
+    out.copy_(total)
+
+
+def gemm_plain(x: Tensor, packed: Tensor, row_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = x [M, K] @ W^T + bias for one packed, non-gated expert (packed has E = 1), rounded once."""
+    weight, scale, b = unpack_unscaled(
+        PackedProjection(packed, row_scale, bias), 0, dtype=x.dtype, k=x.shape[1], out_features=out.shape[1], gated=False
+    )
+    acc = _linear(x.float(), weight, scale)
+    out.copy_(acc if b is None else acc.add_(b))
+
+
+def oracle_moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    w13: Sequence[Tensor] | Tensor,
+    b13: Sequence[Tensor] | Tensor | None,
+    w2: Sequence[Tensor] | Tensor,
+    b2: Sequence[Tensor] | Tensor | None,
+    *,
+    activation: int,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float = math.inf,
+    router_weight_on_input: bool = False,
+) -> Tensor:
+    """The layer in float64 without intermediate rounding, from dense weights: float64 [M, H].
+
+    w13[e] [2I, H] ([gate; up]) or [I, H] when not gated, w2[e] [H, I], b13[e] and b2[e] matching; indexed by expert, so
+    a lazy sequence keeps memory low. Other arguments as in moe.
+    """
+    act = Activation(activation)
+    top_k = topk_ids.shape[1]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    slot_weights = topk_weights.reshape(-1).double()
+    for expert, slots in _slots_by_expert(topk_ids, expert_map, len(w13)):
+        weights = slot_weights[slots][:, None]
+        h = x[slots // top_k].double() @ w13[expert].double().T
+        if router_weight_on_input:
+            h = h * weights
+        if b13 is not None:
+            h = h + b13[expert].double()
+        y = activate(h, act, alpha, beta, limit) @ w2[expert].double().T
+        if b2 is not None:
+            y = y + b2[expert].double()
+        out.index_add_(0, slots // top_k, y if router_weight_on_input else y * weights)
+    return out
+
+
+def activate(h: Tensor, activation: Activation, alpha: float, beta: float, limit: float) -> Tensor:
+    """[rows, 2I] ([gate; up]) or, when not gated, [rows, I] -> [rows, I], in h's dtype."""
+    if activation is Activation.RELU2:
+        return torch.relu(h).square()
+    gate, up = h.chunk(2, dim=1)
+    if activation is Activation.GELU_TANH:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if math.isfinite(limit):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + beta) * gate * torch.sigmoid(alpha * gate)
+
+
+def _linear(x: Tensor, weight: Tensor, row_scale: Tensor) -> Tensor:
+    return (x @ weight.T).mul_(row_scale)
+
+
+def _slots_by_expert(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+    """(local expert, its slots int64 ascending) for each expert that has any; slot = token * top_k + k."""
+    ids = topk_ids.reshape(-1).long()
+    known = num_experts if expert_map is None else expert_map.numel()
+    valid = (ids >= 0) & (ids < known)
+    if expert_map is not None and known:
+        ids = torch.where(valid, expert_map.long()[ids.clamp(0, known - 1)], -1)
+        valid = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(valid, ids, num_experts)
+    order = torch.argsort(ids, stable=True)
+    start = 0
+    for expert, count in enumerate(torch.bincount(ids, minlength=num_experts + 1)[:num_experts].tolist()):
+        if count:
+            yield expert, order[start : start + count]
+        start += count
