@@ -17,15 +17,15 @@ from vllm_humming.moe.packing import CHUNK_BYTES, CHUNK_K, PackedProjection
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
 WEIGHT_FORMATS = {0: "mxfp4"}
 
-_SCHEMAS = (
-    "moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
+_SCHEMAS = {
+    "moe": "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
     "Tensor w13, Tensor w13_row_scale, Tensor? w13_bias, Tensor w2, Tensor w2_row_scale, Tensor? w2_bias, "
     "Tensor(a!) workspace, Tensor(b!) out, int weight_format, int activation, float alpha, float beta, float limit, "
     "bool router_weight_on_input, int tile1, int tile2) -> ()",
-    "moe_workspace_bytes(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded) -> int",
-    "gemm_plain(Tensor x, Tensor packed, Tensor row_scale, Tensor? bias, Tensor(a!) out, int weight_format, "
+    "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded) -> int",
+    "gemm_plain": "(Tensor x, Tensor packed, Tensor row_scale, Tensor? bias, Tensor(a!) out, int weight_format, "
     "int tile) -> ()",
-)
+}
 _KERNEL_OPS = ("moe", "gemm_plain")
 
 _definitions = torch.library.Library("vllm_humming", "DEF")
@@ -201,8 +201,8 @@ def _drop_placeholders() -> None:
         _placeholders = None
 
 
-for _schema in _SCHEMAS:
-    _definitions.define(_schema)
+for _name, _schema in _SCHEMAS.items():
+    _definitions.define(_name + _schema)
 _definitions.impl("moe", _moe_cpu, "CPU")
 _definitions.impl("gemm_plain", _gemm_plain_cpu, "CPU")
 for _name in _KERNEL_OPS:

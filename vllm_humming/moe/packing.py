@@ -198,7 +198,8 @@ def unpack_unscaled(
     magnitude, sign = _lane_shifts(device, window)
     values = (words >> magnitude).bitwise_and_(7)
     values |= (words >> sign).bitwise_and_(1) << 3
-    # [block, chunk, half_k, w, g, q, step, k_high, half, lane] -> [block, w, half, g, chunk, half_k, step, k_high, q, lane]
+    # [block, chunk, half_k, w, g, q, step, k_high, half, lane]
+    # -> [block, w, half, g, chunk, half_k, step, k_high, q, lane]
     values = values.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(rows * chunks * 4, GROUP_K)
     weight = _value_table(device, out_dtype).index_select(0, values.view(-1)).view(-1, GROUP_K)
     # [block, chunk, w, g, half, group] -> [block, w, half, g, chunk, group]

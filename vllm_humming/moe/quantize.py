@@ -3,6 +3,7 @@
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def dequantize_mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _quantize_rows(w: Tensor, codes: Tensor, scales: Tensor, first_row: int) -> None:
-    groups = w.to(torch.float32, copy=True).view(w.shape[0], -1, GROUP_K)
+    groups = w.to(torch.float32, copy=True, memory_format=torch.contiguous_format).view(w.shape[0], -1, GROUP_K)
     amax = groups.abs().amax(-1)
     if not bool(amax.isfinite().all()):
         row = int((~amax.isfinite()).nonzero()[0, 0])
@@ -78,7 +79,7 @@ def _rounding_bounds(device: torch.device) -> Tensor:
     A tie goes to the even code, so the bound under an even code is one step below the midpoint.
     """
     magnitudes = E2M1_VALUES[:8]
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(magnitudes, magnitudes[1:], strict=False)])
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(magnitudes)])
     upper_is_even = torch.tensor([code % 2 == 0 for code in range(1, 8)])
     return torch.where(upper_is_even, torch.nextafter(middles, torch.zeros(())), middles).to(device)
 

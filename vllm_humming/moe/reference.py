@@ -88,7 +88,12 @@ def moe(
 def gemm_plain(x: Tensor, packed: Tensor, row_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [M, N] = x [M, K] @ W^T + bias for one packed, non-gated expert (packed has E = 1), rounded once."""
     weight, scale, b = unpack_unscaled(
-        PackedProjection(packed, row_scale, bias), 0, dtype=x.dtype, k=x.shape[1], out_features=out.shape[1], gated=False
+        PackedProjection(packed, row_scale, bias),
+        0,
+        dtype=x.dtype,
+        k=x.shape[1],
+        out_features=out.shape[1],
+        gated=False,
     )
     acc = _linear(x.float(), weight, scale)
     out.copy_(acc if b is None else acc.add_(b))

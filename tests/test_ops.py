@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas, fakes, refusals and the kernel loader; none of it needs a GPU or vLLM."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_humming import ops
+from vllm_humming.moe.packing import allocate
+
+
+def moe_args(tokens=3, hidden=96, dtype=torch.bfloat16, **changes):
+    w13 = allocate(2, 128, hidden, gated=True, has_bias=False, device="cpu", pad_rows_to=128)
+    w2 = allocate(2, hidden, 64, gated=False, has_bias=False, device="cpu")
+    args = {
+        "x": torch.zeros(tokens, hidden, dtype=dtype),
+        "topk_weights": torch.ones(tokens, 2),
+        "topk_ids": torch.zeros(tokens, 2, dtype=torch.int32),
+        "expert_map": None,
+        "w13": w13.packed,
+        "w13_row_scale": w13.row_scale,
+        "w13_bias": None,
+        "w2": w2.packed,
+        "w2_row_scale": w2.row_scale,
+        "w2_bias": None,
+        "workspace": torch.empty(0, dtype=torch.uint8),
+        "out": torch.full((tokens, hidden), math.nan, dtype=dtype),
+        "weight_format": 0,
+        "activation": 0,
+        "alpha": 1.0,
+        "beta": 0.0,
+        "limit": math.inf,
+        "router_weight_on_input": False,
+        "tile1": 0,
+        "tile2": 0,
+    }
+    return args | changes
+
+
+def test_schemas():
+    schema = torch.ops.vllm_humming.moe.default._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == ["workspace", "out"]
+    assert [a.name for a in schema.arguments] == list(moe_args())
+    assert len(schema.returns) == 0
+    plain = torch.ops.vllm_humming.gemm_plain.default._schema
+    assert [a.name for a in plain.arguments] == ["x", "packed", "row_scale", "bias", "out", "weight_format", "tile"]
+
+
+def test_experts_of_zero_weights_give_zero():
+    args = moe_args()
+    torch.ops.vllm_humming.moe(**args)
+    assert torch.equal(args["out"], torch.zeros_like(args["out"]))
+
+
+def test_moe_under_the_op_checks():
+    torch.library.opcheck(torch.ops.vllm_humming.moe.default, tuple(moe_args().values()))
+
+
+def test_gemm_plain_under_the_op_checks():
+    p = allocate(1, 64, 128, gated=False, has_bias=False, device="cpu")
+    x, out = torch.ones(3, 128, dtype=torch.float16), torch.empty(3, 64, dtype=torch.float16)
+    torch.library.opcheck(torch.ops.vllm_humming.gemm_plain.default, (x, p.packed, p.row_scale, None, out, 0, 0))
+
+
+def test_fakes_do_no_work():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args = moe_args(tokens=131072)
+        assert torch.ops.vllm_humming.moe(**args) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_format": 7}, "weight_format must be one of"),
+        ({"activation": 3}, "activation must be 0, 1 or 2"),
+        ({"activation": 2}, "w13 must have 128 rows"),
+        ({"out": torch.empty(2, 96, dtype=torch.bfloat16)}, "x and out must be"),
+        ({"x": torch.zeros(3, 96)}, "x and out must be"),
+        ({"w2": torch.zeros(2, 2, 1, 4096, dtype=torch.uint8)}, "w2 must be uint8"),
+        ({"w13_row_scale": torch.ones(2, 64)}, "w13 row_scale must be float32"),
+        ({"topk_ids": torch.zeros(2, 2, dtype=torch.int32)}, "topk_ids and topk_weights must be"),
+        ({"x": torch.zeros(3, 224).half(), "out": torch.zeros(3, 224).half()}, "x has H = 224"),
+    ],
+)
+def test_wrong_arguments_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.vllm_humming.moe(**moe_args(**changes))
+
+
+def test_missing_kernels_say_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(ops, "LIBRARY_PATH", tmp_path / "_kernels.so")
+    monkeypatch.setattr(ops, "_loaded", False)
+    assert not ops.kernels_available()
+    with pytest.raises(RuntimeError, match=r"not installed.*nvcc.*reinstall vllm-humming"):
+        ops.load_kernels()
+    with pytest.raises(RuntimeError, match="not installed"):
+        ops._refuse()
+
+
+def test_kernels_that_do_not_load_say_so_and_leave_the_ops_usable(monkeypatch, tmp_path):
+    path = tmp_path / "_kernels.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setattr(ops, "LIBRARY_PATH", path)
+    monkeypatch.setattr(ops, "_loaded", False)
+    assert ops.kernels_available()
+    with pytest.raises(RuntimeError, match=r"do not load with torch.*rebuild"):
+        ops.load_kernels()
+    assert torch.ops.vllm_humming.moe_workspace_bytes(1, 2, 3, 4, 128) >= 0
+    torch.ops.vllm_humming.moe(**moe_args())
+
+
+def test_cuda_tensors_are_refused_before_the_kernels_are_loaded():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has("vllm_humming::moe", "CUDA")
+    assert has("vllm_humming::gemm_plain", "CUDA")
+
+
+def test_import_needs_torch_only():
+    code = (
+        "import sys, vllm_humming.ops, vllm_humming.moe.quantize; "
+        "assert 'vllm' not in sys.modules, 'vllm was imported'; "
+        "import torch; assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
