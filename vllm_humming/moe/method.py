@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE method: vLLM's interface to one layer of routed MXFP4 experts.
+
+vLLM routes, then calls apply() with the chosen experts; apply() returns this rank's weighted sum over top-k and vLLM
+adds up ranks and shared experts. No modular kernel is involved (`moe_kernel` stays None), which serves tensor and
+expert parallelism, and data parallelism over vLLM's all-gather/reduce-scatter backend.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from vllm_humming import __version__, compat, hardware, ops  # noqa: F401  (ops defines torch.ops.vllm_humming)
+from vllm_humming.moe import packing, reference
+from vllm_humming.moe.activation import activation_spec
+from vllm_humming.moe.packing import CHUNK_K, GROUP_K, PackedProjection
+from vllm_humming.options import HummingOptions
+from vllm_humming.quant_methods import dummy
+from vllm_humming.quant_methods.formats import ExpertScheme, TensorKind
+from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
+
+logger = compat.logger(__name__)
+
+WEIGHT_FORMATS = {"mxfp4": 0}
+_PLACEHOLDER_DTYPES = {"codes": torch.uint8, "scales": torch.uint8}
+
+
+class _Tally:
+    """Counts this process's layers, so that one line after loading can tell how many run here."""
+
+    built = 0
+    ready = 0
+
+
+class HummingMxfp4MoEMethod(FusedMoEMethodBase):
+    """Runs one MoE layer's MXFP4 experts on 16-bit activations.
+
+    moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts, EPLB,
+    all-to-all backends other than all-gather/reduce-scatter), ValueError for an activation, dtype or size that the
+    kernels do not have, RuntimeError when the machine or the installation cannot run options.backend.
+    """
+
+    weight_dtype = "mxfp4"
+
+    def __init__(self, moe: Any, scheme: ExpertScheme, options: HummingOptions, layer_name: str) -> None:
+        super().__init__(moe)
+        self.scheme = scheme
+        self.layer_name = layer_name
+        self._refuse_unsupported()
+        self.backend = hardware.resolve_backend(options)
+        self.weight_format = WEIGHT_FORMATS[scheme.weight_format]
+        _Tally.built += 1
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        return None
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        # A rank's share is a whole number of scale groups, as vLLM's gpt-oss loader slices it (2880 / 4 -> 736).
+        groups = -(-self.moe.intermediate_size // GROUP_K)
+        return hidden_size, -(-groups // self.moe.tp_size) * GROUP_K
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Allocates the packed parameters and registers the checkpoint's names as empty placeholders.
+
+        num_experts is the local count E. Parameters: w13_packed, w2_packed uint8 [E, rows/64, K/128, 4352], *_row_scale
+        and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout.
+        """
+        dtype = self.moe.in_dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"{self.layer_name}: activations must be bfloat16 or float16, found {dtype}; set --dtype")
+        sizes = {"hidden_size": hidden_size, "intermediate_size": self.moe.intermediate_size}
+        for name, size in sizes.items():
+            if size % GROUP_K:
+                raise ValueError(f"{self.layer_name}: MXFP4 needs {name} to be a multiple of {GROUP_K}, found {size}")
+        self.activation = activation_spec(layer, self.moe, self.layer_name)
+        gated = self.activation.code.gated
+        shape = ExpertShape(
+            num_experts=num_experts,
+            hidden=hidden_size,
+            intermediate=self.moe.intermediate_size,
+            shard=intermediate_size_per_partition,
+            tp_rank=self.moe.tp_rank,
+            gated=gated,
+            interleaved=self.activation.interleaved,
+            has_bias=self.moe.has_bias,
+        )
+        bias, device = shape.has_bias, torch.empty(0).device
+        rows = shape.shard * (2 if gated else 1)
+        packed: dict[Projection, PackedProjection] = {
+            # Both paddings of I are those of w2's K, so that padded channels meet zero codes on either side.
+            "w13": packing.allocate(
+                num_experts, rows, hidden_size, gated=gated, has_bias=bias, device=device, pad_rows_to=CHUNK_K
+            ),
+            "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, has_bias=bias, device=device),
+        }
+        for projection, tensors in packed.items():
+            for name, tensor in zip(("packed", "row_scale", "packed_bias"), tensors, strict=True):
+                if tensor is not None:
+                    layer.register_parameter(f"{projection}_{name}", nn.Parameter(tensor, requires_grad=False))
+        self._dtype, self._shape = dtype, shape
+        self._dummy = compat.uses_dummy_weights()
+        self._loader: ExpertLoader | None = ExpertLoader(self.layer_name, self.scheme, shape, packed_of(layer), dtype)
+        self._placeholders: list[str] = []
+        for projection in PROJECTIONS:
+            for suffix, kind in self.scheme.tensors:
+                if kind != "bias" or shape.has_bias:
+                    self._add_placeholder(layer, projection, suffix, kind)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Checks that every expert arrived and drops the loading state.
+
+        Raises ValueError that names the missing tensors. See vllm_humming.quant_methods.dummy for layers that no
+        checkpoint was loaded into.
+        """
+        if self._loader is None:
+            return
+        packed = packed_of(layer)
+        if self._dummy:
+            dummy.fill_dummy(packed, self._shape, self._dtype)
+        elif not self._loader.touched and dummy.was_written(packed):
+            replaced = dummy.replace_illegal_scales(packed, self._dtype)
+            logger.warning(
+                "%s: packed weights were written past the weight loader; %d scale bytes that are no finite number were "
+                "replaced",
+                self.layer_name,
+                replaced,
+            )
+        else:
+            self._loader.check_complete()
+        self._loader = None
+        for name in self._placeholders:
+            delattr(layer, name)
+        self._report()
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """x [M, H] bf16 or fp16 -> [M, H]: this rank's experts, weighted and summed over top-k. x is only read.
+
+        topk_weights [M, k]; topk_ids [M, k] global expert ids, -1 and ids of other ranks contribute nothing.
+        shared_experts is ignored: vLLM runs them itself, since no modular kernel is set.
+        """
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if x.shape[0] == 0:
+            return out
+        tokens, hidden = x.shape
+        spec = self.activation
+        topk_weights = topk_weights.to(torch.float32).contiguous()
+        topk_ids = topk_ids.to(torch.int32).contiguous()
+        expert_map = layer.expert_map
+        router_weight_on_input = bool(layer.apply_router_weight_on_input)
+        if self.backend == "reference" and x.is_cuda:
+            packed = packed_of(layer)
+            reference.moe(
+                x,
+                topk_weights,
+                topk_ids,
+                expert_map,
+                packed["w13"],
+                packed["w2"],
+                out,
+                activation=spec.code,
+                alpha=spec.alpha,
+                beta=spec.beta,
+                limit=spec.limit,
+                router_weight_on_input=router_weight_on_input,
+            )
+            return out
+        workspace, tile1, tile2 = self._schedule(layer, tokens, topk_ids.shape[1], hidden, x.device)
+        torch.ops.vllm_humming.moe(
+            x,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            layer.w13_packed,
+            layer.w13_row_scale,
+            getattr(layer, "w13_packed_bias", None),
+            layer.w2_packed,
+            layer.w2_row_scale,
+            getattr(layer, "w2_packed_bias", None),
+            workspace,
+            out,
+            self.weight_format,
+            int(spec.code),
+            spec.alpha,
+            spec.beta,
+            spec.limit,
+            router_weight_on_input,
+            tile1,
+            tile2,
+        )
+        return out
+
+    def _schedule(
+        self, layer: Any, tokens: int, top_k: int, hidden: int, device: torch.device
+    ) -> tuple[Tensor, int, int]:
+        """Scratch and the two GEMMs' tiles. Depends on shapes alone, so it is the same in CUDA graph capture."""
+        if self.backend == "reference":
+            return torch.empty(0, dtype=torch.uint8, device=device), 0, 0
+        from vllm_humming.moe import schedule
+
+        experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
+        size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, top_k, experts, hidden, intermediate)
+        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate)
+        return compat.workspace((size,), torch.uint8), tile1, tile2
+
+    def _refuse_unsupported(self) -> None:
+        moe, name = self.moe, self.layer_name
+        if moe.is_lora_enabled:
+            raise NotImplementedError(
+                f"{name}: --quantization humming has no LoRA on experts, and vLLM puts it on every MoE layer when LoRA "
+                "is enabled; leave out --enable-lora or --quantization humming"
+            )
+        backend = compat.all2all_backend(moe.moe_parallel_config)
+        if backend not in (None, "allgather_reducescatter"):
+            raise NotImplementedError(
+                f"{name}: --quantization humming does not run with the all-to-all backend {backend!r}; "
+                "use --all2all-backend allgather_reducescatter"
+            )
+        if moe.moe_parallel_config.enable_eplb:
+            raise NotImplementedError(f"{name}: --quantization humming does not run with EPLB; leave out --enable-eplb")
+
+    def _add_placeholder(self, layer: nn.Module, projection: Projection, suffix: str, kind: TensorKind) -> None:
+        name = f"{projection}_{suffix}"
+        dtype = _PLACEHOLDER_DTYPES.get(kind, self._dtype)
+        placeholder = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        placeholder.weight_loader = self._weight_loader(layer, projection, kind)  # type: ignore[attr-defined]
+        layer.register_parameter(name, placeholder)
+        self._placeholders.append(name)
+
+    def _weight_loader(self, layer: nn.Module, projection: Projection, kind: TensorKind) -> Callable[..., bool | None]:
+        """What vLLM's model code calls for one placeholder, in the signature of RoutedExperts.weight_loader."""
+
+        def load(
+            param: nn.Parameter,
+            loaded_weight: Tensor,
+            weight_name: str = "",
+            shard_id: str | None = None,
+            expert_id: int | None = None,
+            return_success: bool = False,
+        ) -> bool | None:
+            if self._loader is None:
+                raise RuntimeError(
+                    f"{self.layer_name}: {weight_name} came after the weights were packed; packed experts cannot be "
+                    "reloaded in place, start the engine anew"
+                )
+            if expert_id is not None:
+                expert_id = compat.local_expert(layer, expert_id)
+                if expert_id < 0:  # another rank's
+                    return False if return_success else None
+            self._loader.load(projection, kind, loaded_weight, shard_id, expert_id)
+            return True if return_success else None
+
+        load.supports_moe_loading = True  # type: ignore[attr-defined]
+        return load
+
+    def _report(self) -> None:
+        _Tally.ready += 1
+        logger.debug("%s: MXFP4 experts, %s path", self.layer_name, self.backend)
+        if _Tally.ready == _Tally.built:
+            logger.info(
+                "vllm-humming %s: %d MoE layer%s run through vllm_humming (MXFP4 experts, %s path)",
+                __version__,
+                _Tally.ready,
+                "" if _Tally.ready == 1 else "s",
+                self.backend,
+            )
+
+
+def packed_of(layer: nn.Module) -> dict[Projection, PackedProjection]:
+    """The packed parameters of a layer, w13 first."""
+    return {
+        projection: PackedProjection(
+            getattr(layer, f"{projection}_packed"),
+            getattr(layer, f"{projection}_row_scale"),
+            getattr(layer, f"{projection}_packed_bias", None),
+        )
+        for projection in PROJECTIONS
+    }

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's entry point: takes over vLLM's quantisation method "humming"."""
+
+import logging
+
+from vllm_humming import __version__
+
+METHOD = "humming"
+_announced = False
+
+
+def register() -> None:
+    """Registers HummingConfig under the name "humming", replacing vLLM's own method of that name.
+
+    vLLM calls this in every process (API server, engine core, each worker, model inspection), and may call it more
+    than once. It imports no kernel and no MoE layer, touches no device, and never raises: an exception here would end
+    every vLLM process on the machine, whatever model it serves. A failure is logged with its traceback instead.
+    """
+    global _announced
+    try:
+        from vllm_humming import compat
+
+        compat.check_version()
+        from vllm_humming.quant_methods.config import HummingConfig
+
+        compat.register_quantization(METHOD, HummingConfig)
+        if not _announced:
+            _announced = True
+            compat.logger(__name__).info('vllm-humming %s takes over quantization method "%s"', __version__, METHOD)
+    except Exception:
+        # "vllm." so that vLLM's own handlers show it even when compat could not be imported.
+        logging.getLogger(f"vllm.{__name__}").exception(
+            'vllm-humming %s could not register; vLLM\'s own "%s" stays in place', __version__, METHOD
+        )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HummingConfig, registered as "humming", and the shadow classes that carry out its decision.
+
+For a quantised checkpoint HummingConfig.from_config returns a shadow: a subclass of vLLM's own config class for that
+format which changes the experts' method and nothing else. Linears, KV cache, ignore lists, name mappers and every
+isinstance check in vLLM go on as they are. Config objects travel to the workers by pickle, so a shadow class is found
+by its qualified name: this module makes it on demand (see __getattr__).
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from vllm_humming import compat, hardware
+from vllm_humming.options import HummingOptions
+from vllm_humming.quant_methods import formats
+from vllm_humming.quant_methods.formats import CheckpointFormat, ExpertScheme
+
+_SHADOW_PREFIX = "HummingShadow_"
+_ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class HummingConfig(QuantizationConfig):
+    """`--quantization humming`. An instance of this class itself is an unquantised checkpoint, quantised on loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hardware.check_platform()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """The config for a checkpoint's quantization_config.
+
+        Raises ValueError for a format the plugin does not load, RuntimeError on a machine it does not serve.
+        """
+        hardware.check_platform()
+        shadow = shadow_class(formats.resolve(config))
+        result: QuantizationConfig = shadow.from_config(config)
+        return result
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        return "humming" if user_quant == "humming" else None
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "humming"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return list(_ACTIVATION_DTYPES)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @classmethod
+    def get_config_filenames(cls) -> list[str]:
+        return []
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        if getattr(hf_config, "model_type", None) == "gpt_oss":
+            raise ValueError(
+                f"{model_name}: unquantised gpt-oss checkpoints cannot be quantised while loading, because vLLM copies "
+                "their expert tensors past the weight loader; use the MXFP4 checkpoint"
+            )
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if compat.is_routed_experts(layer):
+            return _moe_method(layer, formats.ONLINE[HummingOptions.current().online_format], prefix)
+        return compat.unquantized_linear_method() if compat.is_linear(layer) else None
+
+
+class ShadowMixin:
+    """Comes before vLLM's config class in a shadow's bases; the experts' method is all it takes over."""
+
+    checkpoint_format: CheckpointFormat
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return list(_ACTIVATION_DTYPES)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if compat.is_routed_experts(layer):
+            # Not super() for these: vLLM's method would choose and check one of its own backends.
+            scheme = self.checkpoint_format.expert_scheme(self, layer, prefix)
+            if scheme is not None:
+                return _moe_method(layer, scheme, prefix)
+        method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        return method
+
+
+def shadow_class(checkpoint_format: CheckpointFormat) -> Any:
+    """The shadow of a format's vLLM config class; the same class on every call."""
+    name = _SHADOW_PREFIX + checkpoint_format.key
+    if name not in globals():
+        base = compat.base_config_class(checkpoint_format.base)
+        body = {"__module__": __name__, "__doc__": ShadowMixin.__doc__, "checkpoint_format": checkpoint_format}
+        globals()[name] = type(name, (ShadowMixin, base), body)
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    for candidate in formats.FORMATS:
+        if name == _SHADOW_PREFIX + candidate.key:
+            return shadow_class(candidate)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _moe_method(layer: torch.nn.Module, scheme: ExpertScheme, prefix: str) -> QuantizeMethodBase:
+    from vllm_humming.moe.method import HummingMxfp4MoEMethod
+
+    return HummingMxfp4MoEMethod(layer.moe_config, scheme, HummingOptions.current(), prefix)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads one MoE layer's experts into the kernels' layout, expert by expert.
+
+The packed parameters [E, ...] are allocated once, at their final size. vLLM's model code sees empty placeholder
+parameters under the checkpoint's names, whose weight_loader ends here. A checkpoint tensor is sliced for this rank and
+kept, as a view of what the loader handed over, only until the projection of its expert is complete; then that one
+expert is moved to the device, packed and let go. So device memory peaks at the packed size plus one expert, also for
+checkpoints that fuse all experts into one tensor (they stay in host memory until their scales and biases are there).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_humming.moe.packing import GROUP_K, PackedProjection, pack_expert
+from vllm_humming.moe.quantize import quantize_mxfp4
+from vllm_humming.quant_methods.formats import ExpertScheme, TensorKind
+
+Projection = Literal["w13", "w2"]
+PROJECTIONS: tuple[Projection, ...] = ("w13", "w2")
+
+# Elements of K that one stored element covers.
+_PER_ELEMENT = {"codes": 2, "scales": GROUP_K, "dense": 1}
+_DTYPES = {
+    "codes": (torch.uint8, torch.int8),
+    "scales": (torch.uint8, torch.float8_e8m0fnu, torch.float32),
+    "dense": (torch.bfloat16, torch.float16, torch.float32),
+    "bias": (torch.bfloat16, torch.float16, torch.float32),
+}
+_GPT_OSS_SHARDS = ("gpt_oss_w13", "gpt_oss_w2")  # vLLM 0.33: one expert of a gpt-oss checkpoint, not sliced
+_LISTED = 8  # missing tensors named in one error
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one layer's experts and this rank's share of the intermediate channels.
+
+    intermediate is the whole model's; shard the channels of one rank, a multiple of the scale group, so that no rank
+    cuts a group (the last ranks may hold fewer or none). interleaved: gate and up rows alternate in w13.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    shard: int
+    tp_rank: int
+    gated: bool
+    interleaved: bool
+    has_bias: bool
+
+    @property
+    def start(self) -> int:
+        return min(self.tp_rank * self.shard, self.intermediate)
+
+    @property
+    def channels(self) -> int:
+        """Intermediate channels this rank really holds."""
+        return min(self.start + self.shard, self.intermediate) - self.start
+
+
+class _Part(NamedTuple):
+    """A checkpoint tensor's place in an expert: shard w1 (gate), w3 (up), w13 (both) or w2 (down); what it holds."""
+
+    shard: str
+    kind: TensorKind
+
+
+class ExpertLoader:
+    """Takes a layer's checkpoint tensors in any order and packs each expert's projection when it is complete."""
+
+    def __init__(
+        self,
+        layer: str,
+        scheme: ExpertScheme,
+        shape: ExpertShape,
+        packed: dict[Projection, PackedProjection],
+        dtype: torch.dtype,
+    ) -> None:
+        self.layer, self.scheme, self.shape, self.packed, self.dtype = layer, scheme, shape, packed, dtype
+        self.touched = False
+        self._done: set[tuple[Projection, int]] = set()
+        self._staged: dict[tuple[Projection, int], dict[_Part, Tensor]] = {}
+        self._names = {kind: suffix for suffix, kind in scheme.tensors}
+
+    def load(
+        self, projection: Projection, kind: TensorKind, tensor: Tensor, shard: str | None, expert: int | None
+    ) -> None:
+        """Takes one checkpoint tensor.
+
+        shard "w1", "w2" or "w3" (or 0.33's gpt-oss shards): the tensor of local expert `expert`, whole; it is sliced
+        for this rank here. shard None: all local experts' tensors stacked, sliced for this rank already.
+        Raises ValueError naming layer, expert and tensor for a wrong shape or dtype, a NaN scale, a scale that the
+        activation dtype cannot hold exactly, and NaN or infinity in a dense weight or a bias.
+        """
+        self.touched = True
+        if shard is None:
+            self._load_stacked(projection, kind, tensor)
+            return
+        if expert is None:
+            raise ValueError(
+                f"{self.layer}: {projection} {self._name(kind)} for shard {shard!r} came without its expert"
+            )
+        part = _Part(self._shard_name(projection, kind, shard), kind)
+        if shard in _GPT_OSS_SHARDS and kind == "codes" and tensor.dim() == 3:
+            tensor = tensor.flatten(1)  # [rows, groups, bytes of a group]
+        self._stage(projection, expert, part, self._slice(projection, expert, part, tensor))
+
+    def check_complete(self) -> None:
+        """Raises ValueError that names the tensors that never came, by expert and checkpoint name."""
+        missing: list[str] = []
+        for expert in range(self.shape.num_experts):
+            for projection in PROJECTIONS:
+                if (projection, expert) not in self._done:
+                    arrived = self._staged.get((projection, expert), {})
+                    parts = [part for part in self._expected(projection, arrived) if part not in arrived]
+                    missing += dict.fromkeys(f"expert {expert} {part.shard}_{self._name(part.kind)}" for part in parts)
+        if missing:
+            rest = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+            raise ValueError(
+                f"{self.layer}: the checkpoint lacks {len(missing)} tensors of this rank's experts (local ids): "
+                f"{', '.join(missing[:_LISTED])}{rest}. Check that every file of the checkpoint is there and complete"
+            )
+
+    def _name(self, kind: TensorKind) -> str:
+        return self._names.get(kind) or self._names["dense"]
+
+    def _where(self, expert: int, part: _Part) -> str:
+        return f"{self.layer}: expert {expert}: {part.shard}_{self._name(part.kind)}"
+
+    def _shard_name(self, projection: Projection, kind: TensorKind, shard: str) -> str:
+        names = {"w13": ("w1", "w3", "gpt_oss_w13"), "w2": ("w2", "gpt_oss_w2")}[projection]
+        if shard not in names:
+            raise ValueError(f"{self.layer}: {projection} {self._name(kind)} came as unknown shard {shard!r}")
+        if shard in _GPT_OSS_SHARDS or projection == "w2":
+            return projection
+        # A layer without gate has one projection, which models call either name.
+        return shard if self.shape.gated else "w13"
+
+    def _load_stacked(self, projection: Projection, kind: TensorKind, tensor: Tensor) -> None:
+        part = _Part(projection, kind)
+        if tensor.dim() < 1 or tensor.shape[0] != self.shape.num_experts:
+            raise ValueError(
+                f"{self.layer}: {projection}_{self._name(kind)} must hold {self.shape.num_experts} experts, "
+                f"found shape {tuple(tensor.shape)}"
+            )
+        for expert, one in enumerate(tensor.unbind(0)):
+            self._check(expert, part, one, self._extent(part, self.shape.channels))
+            self._stage(projection, expert, part, one)
+
+    def _extent(self, part: _Part, channels: int) -> tuple[int, ...]:
+        """The shape of a part's tensor with that many intermediate channels."""
+        shape = self.shape
+        if part.shard == "w2":
+            rows, k = shape.hidden, channels
+        else:
+            rows, k = channels * (2 if part.shard == "w13" and shape.gated else 1), shape.hidden
+        return (rows,) if part.kind == "bias" else (rows, k // _PER_ELEMENT[part.kind])
+
+    def _check(self, expert: int, part: _Part, tensor: Tensor, expected: tuple[int, ...]) -> None:
+        where = self._where(expert, part)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{where} must have shape {expected}, found {tuple(tensor.shape)}")
+        if tensor.dtype not in _DTYPES[part.kind]:
+            wanted = " or ".join(str(dtype) for dtype in _DTYPES[part.kind])
+            raise ValueError(f"{where} must be {wanted}, found {tensor.dtype}")
+
+    def _slice(self, projection: Projection, expert: int, part: _Part, tensor: Tensor) -> Tensor:
+        """This rank's share of a whole checkpoint tensor."""
+        shape = self.shape
+        self._check(expert, part, tensor, self._extent(part, shape.intermediate))
+        if projection == "w2":
+            if part.kind == "bias":
+                # Ranks add up their outputs, so the down bias belongs to one of them.
+                return tensor if shape.tp_rank == 0 else torch.zeros_like(tensor)
+            per = _PER_ELEMENT[part.kind]
+            return tensor.narrow(1, shape.start // per, shape.channels // per)
+        if part.shard != "w13" or not shape.gated:
+            return tensor.narrow(0, shape.start, shape.channels)
+        if shape.interleaved:
+            return tensor.narrow(0, 2 * shape.start, 2 * shape.channels)
+        return torch.cat([half.narrow(0, shape.start, shape.channels) for half in tensor.chunk(2)])
+
+    def _expected(self, projection: Projection, arrived: dict[_Part, Tensor]) -> list[_Part]:
+        """The parts that make the projection complete: gate and up apart, unless a tensor that holds both has come."""
+        split = projection == "w13" and self.shape.gated and not any(part.shard == "w13" for part in arrived)
+        kinds: tuple[TensorKind, ...] = ("codes", "scales", "bias") if self.shape.has_bias else ("codes", "scales")
+        return [_Part(shard, kind) for shard in (("w1", "w3") if split else (projection,)) for kind in kinds]
+
+    def _stage(self, projection: Projection, expert: int, part: _Part, tensor: Tensor) -> None:
+        staged = self._staged.setdefault((projection, expert), {})
+        if part.kind == "dense":
+            staged[part._replace(kind="codes")], staged[part._replace(kind="scales")] = self._quantize(
+                expert, part, tensor.detach().to(self.packed[projection].packed.device)
+            )
+        else:
+            staged[part] = tensor.detach()
+        expected = self._expected(projection, staged)
+        if all(part in staged for part in expected):
+            del self._staged[projection, expert]
+            if self.shape.channels:
+                self._pack(projection, expert, list(dict.fromkeys(part.shard for part in expected)), staged)
+            self._done.add((projection, expert))
+
+    def _quantize(self, expert: int, part: _Part, dense: Tensor) -> tuple[Tensor, Tensor]:
+        if not dense.numel():
+            rows, k = dense.shape
+            empty = torch.empty(0, dtype=torch.uint8, device=dense.device)
+            return empty.view(rows, k // 2), empty.view(rows, k // GROUP_K)
+        try:
+            return quantize_mxfp4(dense)
+        except ValueError as error:
+            raise ValueError(f"{self._where(expert, part)}: {error}") from error
+
+    def _pack(self, projection: Projection, expert: int, shards: list[str], staged: dict[_Part, Tensor]) -> None:
+        destination = self.packed[projection]
+
+        def joined(kind: TensorKind) -> Tensor:
+            parts = [staged[_Part(shard, kind)].to(destination.packed.device) for shard in shards]
+            # torch cannot concatenate float8_e8m0fnu everywhere; its bytes are the e8m0 codes.
+            parts = [p.view(torch.uint8) if p.dtype in (torch.int8, torch.float8_e8m0fnu) else p for p in parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        codes, scales = joined("codes"), joined("scales")
+        bias = joined("bias").float() if self.shape.has_bias else None
+        if bias is not None and not bool(bias.isfinite().all()):
+            raise ValueError(f"{self.layer}: expert {expert}: {projection}_{self._name('bias')} holds NaN or infinity")
+        if projection == "w2" and self.shape.channels < self.shape.shard:
+            # The packed K is that of a full shard; zero codes stand for the channels this rank does not have.
+            short = self.shape.shard - self.shape.channels
+            codes = F.pad(codes, (0, short // 2))
+            scales = F.pad(scales, (0, short // GROUP_K), value=127 if scales.dtype == torch.uint8 else 1)
+        pack_expert(
+            destination,
+            expert,
+            codes,
+            scales,
+            bias,
+            gated=projection == "w13" and self.shape.gated,
+            gate_up="interleaved" if self.shape.interleaved else "packed",
+            dtype=self.dtype,
+            layer=self.layer,
+            tensor=f"{projection}_{self._name('codes')}",
+        )
