@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds real vLLM MoE layers of the plugin on a machine without a GPU, and checkpoint tensors for them."""
+
+import contextlib
+import copy
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+CT_WEIGHTS = {
+    "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+    "scale_dtype": "torch.uint8", "zp_dtype": None, "actorder": None, "block_structure": None, "observer": None,
+    "observer_kwargs": {},
+}  # fmt: skip
+CT_MXFP4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "mxfp4-pack-quantized",
+            "weights": CT_WEIGHTS,
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+}
+GPT_OSS: dict[str, Any] = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def engine_config(*, additional: dict[str, Any] | None = None, load_format: str = "auto") -> Any:
+    from vllm.config import DeviceConfig, LoadConfig, VllmConfig
+
+    return VllmConfig(
+        device_config=DeviceConfig(device="cpu"),
+        load_config=LoadConfig(load_format=load_format),
+        additional_config=additional or {},
+    )
+
+
+@contextlib.contextmanager
+def engine(**kwargs: Any) -> Iterator[Any]:
+    """A current VllmConfig and vLLM's parallel groups of one rank."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+
+    config = engine_config(**kwargs)
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            init_distributed_environment(
+                1, 0, local_rank=0, backend="gloo", distributed_init_method=f"tcp://127.0.0.1:{port}"
+            )
+            initialize_model_parallel(1, 1)
+        yield config
+
+
+def quant_config(checkpoint: dict[str, Any] | None) -> Any:
+    """The config that `--quantization humming` gives for a checkpoint's quantization_config (None: unquantised)."""
+    from vllm_humming.quant_methods.config import HummingConfig
+
+    return HummingConfig() if checkpoint is None else HummingConfig.from_config(copy.deepcopy(checkpoint))
+
+
+@dataclass
+class Sizes:
+    experts: int = 4
+    top_k: int = 2
+    hidden: int = 96
+    intermediate: int = 160
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def build(checkpoint: dict[str, Any] | None, sizes: Sizes, name: str = "model.layers.0.mlp.experts", **kwargs: Any) -> Any:
+    """The RoutedExperts of a MoE layer that a model would build; call it under engine()."""
+    from vllm_humming import compat
+
+    dtype = kwargs.pop("dtype", torch.bfloat16)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as vLLM's loader does around the model's constructor
+    try:
+        layer = compat.moe_factory()(
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            params_dtype=dtype,
+            renormalize=True,
+            quant_config=quant_config(checkpoint),
+            prefix=name,
+            **kwargs,
+        )
+    finally:
+        torch.set_default_dtype(default)
+    return layer.routed_experts
+
+
+class Experts:
+    """Random MXFP4 experts: w13 [E, R, H] (rows gate then up, or interleaved), w2 [E, H, I], with optional biases."""
+
+    def __init__(self, sizes: Sizes, *, gated: bool = True, bias: bool = False, seed: int = 0) -> None:
+        gen = torch.Generator().manual_seed(seed)
+        e, h, i = sizes.experts, sizes.hidden, sizes.intermediate
+        rows = 2 * i if gated else i
+
+        def byte(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=gen, dtype=torch.uint8)
+
+        self.codes = {"w13": byte(0, 256, e, rows, h // 2), "w2": byte(0, 256, e, h, i // 2)}
+        self.scales = {"w13": byte(120, 125, e, rows, h // 32), "w2": byte(120, 125, e, h, i // 32)}
+        self.bias: dict[str, torch.Tensor] = {}
+        if bias:
+            self.bias["w13"] = torch.randn(e, rows, generator=gen).bfloat16()
+            self.bias["w2"] = torch.randn(e, h, generator=gen).bfloat16()
+
+    def dense(self, projection: str) -> torch.Tensor:
+        """float64 weights of all experts in checkpoint row order."""
+        from vllm_humming.moe.quantize import dequantize_mxfp4
+
+        pairs = zip(self.codes[projection], self.scales[projection], strict=True)
+        return torch.stack([dequantize_mxfp4(codes, scales, torch.float64) for codes, scales in pairs])
+
+
+def load_one(layer: Any, name: str, tensor: torch.Tensor, shard: str | None, expert: int | None) -> Any:
+    """Hands one checkpoint tensor to a layer's parameter in the way vLLM's models do."""
+    param = getattr(layer, name)
+    return param.weight_loader(
+        param, tensor, f"{layer.layer_name}.{name}", shard_id=shard, expert_id=expert, return_success=True
+    )
+
+
+def load_split(layer: Any, experts: Experts, *, codes: str = "weight_packed", skip: tuple[str, ...] = ()) -> None:
+    """Loads expert by expert, gate, up and down apart, as compressed-tensors checkpoints come."""
+    gated = layer.activation.is_gated
+    for e in range(experts.codes["w13"].shape[0]):
+        for shard, projection in (("w1", "w13"), ("w2", "w2"), ("w3", "w13")):
+            if shard == "w3" and not gated:
+                continue
+            for suffix, source in ((codes, experts.codes), ("weight_scale", experts.scales), ("bias", experts.bias)):
+                if not source or f"{e}.{shard}.{suffix}" in skip:
+                    continue
+                tensor = source[projection][e]
+                if projection == "w13" and gated:
+                    tensor = tensor.chunk(2)[0 if shard == "w1" else 1]
+                load_one(layer, f"{projection}_{suffix}", tensor, shard, e)
+
+
+def load_stacked(layer: Any, experts: Experts) -> None:
+    """Loads all experts of a tensor at once, as gpt-oss checkpoints come."""
+    for projection in ("w13", "w2"):
+        for suffix, source in (("weight", experts.codes), ("weight_scale", experts.scales), ("bias", experts.bias)):
+            if source:
+                load_one(layer, f"{projection}_{suffix}", source[projection], None, None)
+
+
+def finish(layer: Any) -> None:
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def routing(tokens: int, sizes: Sizes, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, H] bf16, weights [M, k] fp32 and distinct ids [M, k] int32."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, sizes.hidden, generator=gen).bfloat16()
+    logits = torch.randn(tokens, sizes.experts, generator=gen)
+    weights, ids = logits.softmax(-1).topk(sizes.top_k, -1)
+    return x, (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.int().contiguous()
+
+
+def apply(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return layer.quant_method.apply(layer, x, weights, ids, None, None)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
