@@ -10,7 +10,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "build_tools"))
-import kernels  # noqa: E402
+import kernels
 
 
 class BuildKernels(build_ext):

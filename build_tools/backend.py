@@ -7,7 +7,6 @@ nvcc and torch in pip's build environment. Any other machine needs setuptools al
 
 from __future__ import annotations
 
-import kernels
 from setuptools.build_meta import (
     build_editable,
     build_sdist,
@@ -16,6 +15,8 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+
+import kernels
 
 __all__ = [
     "build_editable",

@@ -6,7 +6,7 @@
     python build_tools/kernels.py --check         say which nvcc and torch a build would use
 
 Needs nvcc (CUDA 12.8 or newer), g++, ninja and torch's headers; neither a GPU nor a CUDA build of torch. torch is
-never imported: its headers and `libtorch_cpu.so` are found on disk, so the build also works from pip's isolated environment.
+never imported: its headers and `libtorch_cpu.so` are found on disk, so that pip's isolated environment can build too.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def ninja_file(tools: Toolchain, units: list[Path], library: Path, objects: Path
         f"nvcc = {_escape(tools.nvcc)}",
         f"flags = {' '.join(common + device)}",
         f"link = {' '.join(link)}",
-        # .cpp files go through nvcc too (-x cu is not given): it adds the CUDA include paths.
+        # .cpp files go through nvcc too: it adds CUDA's include paths and hands them to the host compiler.
         "rule compile",
         "  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
         "  depfile = $out.d",
@@ -239,7 +239,7 @@ def fetch_nvcc() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the CUDA kernels in place.")
-    parser.add_argument("--fetch-nvcc", action="store_true", help="install nvcc from PyPI into build/cuda if none is found")
+    parser.add_argument("--fetch-nvcc", action="store_true", help="get nvcc from PyPI if none is installed")
     parser.add_argument("--check", action="store_true", help="report the tools, build nothing")
     args = parser.parse_args()
     if args.fetch_nvcc:
