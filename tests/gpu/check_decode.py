@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on a GPU that the kernels decode MXFP4 exactly: identity activations must return the weights bit for bit.
+
+usage: PYTHONPATH=. python3 tests/gpu/check_decode.py [--device cpu]
+Every code x every e8m0 byte 0..254, rows that span the whole exact window, every compiled tile, bf16 and fp16. What the
+output dtype cannot hold must come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
+"""
+
+import argparse
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from vllm_humming import ops
+from vllm_humming.moe import schedule
+from vllm_humming.moe.packing import allocate, pack_expert
+from vllm_humming.moe.quantize import dequantize_mxfp4
+
+SPANS = {torch.bfloat16: 133, torch.float16: 24}
+GUARD_ROWS = 4
+
+
+def every_code_and_byte(device: str) -> tuple[Tensor, Tensor]:
+    """[64, 128]: 256 groups, group i with scale byte min(i, 254) and every code twice."""
+    codes = torch.arange(32, device=device).remainder(16).roll(5)
+    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
+    return packed.repeat(64, 4), torch.arange(256, device=device).clamp(max=254).view(64, 4).to(torch.uint8)
+
+
+def permuted_bytes(device: str, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """[256, 128]: random codes; the four groups of a row hold neighbouring bytes, so every byte meets every place."""
+    codes = torch.randint(0, 256, (256, 64), generator=gen, device=device, dtype=torch.uint8)
+    scales = torch.arange(256, device=device)[:, None] + torch.arange(4, device=device)
+    return codes, scales.clamp(max=254).to(torch.uint8)
+
+
+def window_rows(n: int, k: int, span: int, device: str, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """[n, k]: random codes; each row's scales are spread over the whole exact window below a random top."""
+    codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
+    codes |= 0x11  # no zeros, so that every group counts for the row's window
+    top = torch.randint(span, 255, (n, 1), generator=gen, device=device)
+    below = torch.randint(0, span + 1, (n, k // 32), generator=gen, device=device)
+    below[:, 0], below[:, -1] = 0, span
+    return codes, (top - below).to(torch.uint8)
+
+
+def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tile: int, first: int, tokens: int) -> Tensor:
+    """Columns first..first + tokens of the weights as the GEMM returns them for rows of the identity: [tokens, N]."""
+    n, k, device = codes.shape[0], codes.shape[1] * 2, codes.device
+    p = allocate(1, n, k, gated=False, has_bias=False, device=device)
+    pack_expert(p, 0, codes, scales, None, gated=False, dtype=dtype, layer="decode")
+    x = torch.zeros((tokens, k), dtype=dtype, device=device)
+    x[torch.arange(tokens), torch.arange(first, first + tokens)] = 1
+    out = torch.full((tokens + GUARD_ROWS, n), math.nan, dtype=dtype, device=device)
+    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out[:tokens], 0, tile)
+    if not bool(out[tokens:].isnan().all()):
+        raise AssertionError("wrote behind out")
+    return out[:tokens]
+
+
+def wrong(codes: Tensor, scales: Tensor, dtype: torch.dtype, tile: int, first: int, tokens: int) -> str:
+    """Empty when every value is exact, else a description of the first that is not."""
+    want = dequantize_mxfp4(codes, scales, torch.float64)[:, first : first + tokens].T.to(dtype)
+    got = decoded(codes, scales, dtype, tile, first, tokens)
+    bad = got.ne(want) | got.isnan()
+    if not bool(bad.any()):
+        return ""
+    token, row = bad.nonzero()[0].tolist()
+    k = first + token
+    byte = int(codes[row, k // 2])
+    code, scale = byte >> 4 if k % 2 else byte & 15, int(scales[row, k // 32])
+    return (
+        f"{int(bad.sum())} of {bad.numel()} values; row {row}, k {k}, code {code}, e8m0 {scale}: "
+        f"{got[token, row].item()} instead of {want[token, row].item()}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    device = parser.parse_args().device
+    if device == "cuda":
+        ops.load_kernels()
+    gen = torch.Generator(device=device).manual_seed(0)
+    failures = 0
+    for dtype, span in SPANS.items():
+        cases = {
+            "every code x byte": every_code_and_byte(device),
+            "bytes in every place": permuted_bytes(device, gen),
+            "window rows 192x288": window_rows(192, 288, span, device, gen),
+            "window rows 736x2880": window_rows(736, 2880, span, device, gen),
+            "window rows 2880x736": window_rows(2880, 736, span, device, gen),
+        }
+        for name, (codes, scales) in cases.items():
+            k = codes.shape[1] * 2
+            values = 0
+            for tile in range(len(schedule.TILES)):
+                for first, tokens in ((0, k), (k - 13, 13), (1, 1)):
+                    values += tokens * codes.shape[0]
+                    problem = wrong(codes, scales, dtype, tile, first, tokens)
+                    if problem:
+                        failures += 1
+                        print(f"FAIL {name} {dtype} tile {schedule.TILES[tile].name} tokens {tokens}: {problem}")
+            print(f"{name:<22} {dtype!s:<15} {len(schedule.TILES)} tiles  {values:>10} values compared", flush=True)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

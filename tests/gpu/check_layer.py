@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the whole layer on a GPU against the float64 oracle; needs torch and the compiled kernels, not vLLM.
+
+usage: PYTHONPATH=. python3 tests/gpu/check_layer.py [--quick] [--only GROUP ...] [--device cpu]
+Prints one line a group with its worst relative Frobenius error, and every failure; exits 1 if there was one.
+--device cpu runs the small cases on the reference, to check this script itself.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from layers import (
+    SPECS,
+    Layer,
+    Shape,
+    batch,
+    compare,
+    guarded,
+    launch,
+    make_layer,
+    oracle,
+    require,
+    run,
+    selected_tiles,
+    workspace_for,
+)
+
+from benchmarks.routing import route
+from vllm_humming import ops
+from vllm_humming.moe import schedule
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "seed1": Shape(6144, 2048, 32, 8),
+    "seed2": Shape(3584, 3072, 12, 8),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4, "swigluoai", bias=True),
+    "nemotron": Shape(2688, 1856, 16, 6, "relu2"),
+    "odd": Shape(736, 96, 7, 3),
+}
+SMALL = Shape(736, 96, 7, 3)
+MIDDLE = Shape(1856, 736, 9, 4, bias=True)
+TOKENS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129]
+TOKENS += [160, 161, 255, 256, 257, 500, 512, 1000, 1024, 4096]
+QUICK_TOKENS = [0, 1, 8, 17, 65, 161, 513]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Report:
+    """Collects one line a group."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.start = time.time()
+        self.group, self.worst, self.worst_case, self.cases = "", 0.0, "", 0
+
+    def begin(self, group: str) -> None:
+        self.group, self.worst, self.worst_case, self.cases = group, 0.0, "-", 0
+
+    def case(self, name: str, check: Callable[[], float]) -> None:
+        self.cases += 1
+        try:
+            error = check()
+        except Exception as failure:  # one failure must not hide the others
+            self.failures.append(f"{self.group}: {name}: {type(failure).__name__}: {failure}")
+            if len(self.failures) <= 40:
+                print("FAIL", self.failures[-1], flush=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # an illegal access ends the script here
+            return
+        if error >= self.worst:
+            self.worst, self.worst_case = error, name
+
+    def end(self) -> None:
+        failed = sum(f.startswith(f"{self.group}:") for f in self.failures)
+        verdict = "ok" if not failed else f"{failed} FAILED"
+        worst = f"worst {self.worst:.2e} ({self.worst_case})"
+        print(
+            f"{self.group:<24} {self.cases:>4} cases  {worst:<56} {time.time() - self.start:6.1f} s  {verdict}",
+            flush=True,
+        )
+
+
+def check(layer: Layer, tokens: int, kind: str = "uniform", *, scale: float = 1.0, edit=None, **kw) -> float:
+    """One batch against the oracle. edit(x, weights, ids) changes the batch in place first."""
+    gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens + 1)
+    s = layer.shape
+    x = batch(tokens, layer, gen, scale)
+    experts = kw["expert_map"].numel() if kw.get("expert_map") is not None else s.experts
+    weights, ids = route(tokens, experts, s.top_k, kind, gen)
+    if edit is not None:
+        edit(x, weights, ids)
+    tiles = kw.pop("tiles", None)
+    out = run(layer, x, weights, ids, tiles=tiles, **kw)
+    # the oracle must not touch tokens that no expert sees: they may be NaN
+    return compare(out, oracle(layer, x, weights, ids, **kw))
+
+
+def shapes_group(report: Report, args: argparse.Namespace) -> None:
+    for name, shape in SHAPES.items():
+        if args.device == "cpu" and name != "odd":
+            continue
+        for dtype_name, dtype in DTYPES.items():
+            report.begin(f"{name} {dtype_name}")
+            layer = make_layer(shape, dtype, args.device)
+            for m in QUICK_TOKENS if args.quick else TOKENS:
+                report.case(f"M={m}", lambda m=m, layer=layer: check(layer, m))
+            report.end()
+
+
+def activations_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("activations, biases")
+    for spec in SPECS:
+        for bias in (False, True):
+            for dtype_name, dtype in DTYPES.items():
+                layer = make_layer(Shape(736, 352, 5, 3, spec, bias), dtype, args.device)
+                for m in (1, 33, 200):
+                    for scale in (1.0, 6.0):  # 6: most gates pass the limits
+                        name = f"{spec} bias={int(bias)} {dtype_name} M={m} x{scale:g}"
+                        report.case(name, lambda m=m, s=scale, layer=layer: check(layer, m, scale=s))
+    report.end()
+
+
+def row_scales_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("row scales (scales > 2)")
+    for spec in ("relu2", "silu"):
+        for dtype_name, dtype in DTYPES.items():
+            layer = make_layer(Shape(736, 160, 5, 3, spec), dtype, args.device, boost=9)
+            require(bool((layer.w13.row_scale > 1).any()), "this layer was meant to need row scales")
+            for m in (1, 40):
+                name = f"{spec} {dtype_name} M={m}"
+                report.case(name, lambda m=m, layer=layer: check(layer, m, scale=2.0**-9))
+    report.end()
+
+
+def ids_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("ids")
+    device = args.device
+    layers = [make_layer(s, torch.bfloat16, device) for s in (SMALL, MIDDLE)]
+
+    def some(x, weights, ids):
+        ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
+
+    def none(x, weights, ids):
+        ids.fill_(-1), x.fill_(float("nan")), weights.fill_(float("nan"))
+
+    def one_slot(x, weights, ids):
+        ids[len(ids) // 2, -1] = -1
+
+    def padded(x, weights, ids):
+        half = len(ids) // 2
+        ids[half:], x[half:], weights[half:] = -1, float("nan"), float("nan")
+
+    def same(x, weights, ids):
+        ids[:] = ids[:, :1]
+
+    def beyond(x, weights, ids):
+        ids[::2, 0] = 2**31 - 1
+        ids[1::3, 1] = -(2**31)
+        ids[::5, -1] = 1000
+
+    edits = {"some -1": some, "all -1": none, "one -1": one_slot, "padded": padded, "equal": same, "beyond": beyond}
+    sizes = (1, 16, 130) if args.quick or device == "cpu" else (1, 16, 130, 1000, 8192)
+    for name, edit in edits.items():
+        for m in sizes:
+            for layer in layers:
+                case = f"{name} M={m} H={layer.shape.hidden}"
+                report.case(case, lambda m=m, edit=edit, layer=layer: check(layer, m, edit=edit))
+    for layer in layers:
+        e = layer.shape.experts
+        maps = {
+            "half": [i // 2 if i % 2 else -1 for i in range(2 * e)],
+            "reversed": list(range(e - 1, -1, -1)),
+            "none": [-1] * (2 * e),
+            "tail": [-1] * e + list(range(e)),
+        }
+        for name, values in maps.items():
+            expert_map = torch.tensor(values, dtype=torch.int32, device=device)
+            for m in sizes:
+                for edit_name, edit in (("", None), (" some -1", some), (" beyond", beyond)):
+                    report.case(
+                        f"map {name}{edit_name} M={m}",
+                        lambda m=m, edit=edit, t=expert_map, layer=layer: check(layer, m, edit=edit, expert_map=t),
+                    )
+    report.end()
+
+
+def router_weight_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("router weight on input")
+    for top_k in (1, 3):
+        for spec in ("silu", "swigluoai", "relu2"):
+            layer = make_layer(Shape(736, 160, 5, top_k, spec, bias=True), torch.bfloat16, args.device)
+            for m in (1, 33, 300):
+                name = f"top-{top_k} {spec} M={m}"
+                report.case(name, lambda m=m, layer=layer: check(layer, m, router_weight_on_input=True))
+    report.end()
+
+
+def routing_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("skewed routing")
+
+    def one_expert(x, weights, ids):
+        ids[:] = 3
+
+    shapes = [SMALL] if args.device == "cpu" else [SMALL, SHAPES["qwen3-30b-a3b"], SHAPES["seed2"]]
+    for shape in shapes:
+        layer = make_layer(shape, torch.bfloat16, args.device)
+        for m in (64, 1000) if args.quick or args.device == "cpu" else (9, 64, 257, 1000, 4096):
+            for kind in ("zipf", "one-hot", "balanced"):
+                report.case(f"{kind} M={m} H={shape.hidden}", lambda m=m, k=kind, layer=layer: check(layer, m, k))
+            report.case(f"one expert M={m} H={shape.hidden}", lambda m=m, layer=layer: check(layer, m, edit=one_expert))
+    report.end()
+
+
+def tiles_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("every tile in each GEMM")
+    for shape in (SMALL, MIDDLE, Shape(2688, 1856, 4, 2, "relu2")):
+        for dtype_name, dtype in DTYPES.items():
+            layer = make_layer(shape, dtype, args.device)
+            for m in (1, 17, 600) if args.quick else (1, 7, 17, 65, 130, 600, 2049):
+                chosen = selected_tiles(layer, m)
+                pairs = [(t, chosen[1]) for t in range(len(schedule.TILES))]
+                pairs += [(chosen[0], t) for t in range(len(schedule.TILES))]
+                for pair in dict.fromkeys(pairs):
+                    name = f"{pair} M={m} H={shape.hidden} {dtype_name}"
+                    report.case(name, lambda m=m, p=pair, layer=layer: check(layer, m, tiles=p))
+    report.end()
+
+
+def large_group(report: Report, args: argparse.Namespace) -> None:
+    if args.device == "cpu" or args.quick:
+        return
+    report.begin("large batches")
+    layer = make_layer(Shape(2048, 768, 16, 8), torch.bfloat16, args.device)
+    for m in (16383, 16385, 40000, 131072):
+        for kind in ("uniform", "one-hot"):
+            report.case(f"M={m} {kind}", lambda m=m, k=kind: check(layer, m, k))
+    report.end()
+
+
+def graphs_group(report: Report, args: argparse.Namespace) -> None:
+    if args.device == "cpu":
+        return
+    report.begin("graph replay equals eager")
+    for shape in (MIDDLE, SHAPES["qwen3-30b-a3b"], SHAPES["gpt-oss-20b"]):
+        layer = make_layer(shape, torch.bfloat16, args.device)
+        report.case(f"H={shape.hidden}", lambda layer=layer: replay_equals_eager(layer, args.quick))
+    report.end()
+
+
+def replay_equals_eager(layer: Layer, quick: bool) -> float:
+    """Captures at many sizes, runs a large batch in the same workspace, and replays all on new inputs."""
+    s, device, largest = layer.shape, layer.w13.packed.device, 8192
+    gen = torch.Generator(device=device).manual_seed(0)
+    workspace = workspace_for(layer, largest)
+    x = batch(largest, layer, gen)
+    weights, ids = route(largest, s.experts, s.top_k, "uniform", gen)
+    sizes = [1, 2, 4, 8, 16, 24, 64, 512] if quick else [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), 1024]
+    graphs = {}
+    for m in sizes:
+        out = guarded(m, s.hidden, layer.dtype, device)
+        args = (layer, x[:m], weights[:m], ids[:m], out[:m], workspace, selected_tiles(layer, m))
+        launch(*args)  # the engine warms every size up too
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            launch(*args)
+            after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        require(before == after, f"M={m}: allocated during capture")
+        graphs[m] = (graph, out)
+    large = guarded(largest, s.hidden, layer.dtype, device)
+    launch(layer, x, weights, ids, large[:largest], workspace, selected_tiles(layer, largest))
+    worst = compare(large[:largest], oracle(layer, x, weights, ids))
+    x.copy_(torch.randn(x.shape, generator=gen, device=device))
+    fresh = route(largest, s.experts, s.top_k, "zipf", gen)
+    weights.copy_(fresh[0]), ids.copy_(fresh[1])
+    ids[::7, 1] = -1
+    for m, (graph, out) in reversed(graphs.items()):
+        out.fill_(float("nan")), workspace.fill_(255)
+        graph.replay()
+        eager = run(layer, x[:m], weights[:m], ids[:m])
+        require(torch.equal(out[:m].view(torch.int16), eager.view(torch.int16)), f"M={m}: replay differs from eager")
+        require(bool(out[m:].isnan().all()), f"M={m}: replay wrote behind out")
+        worst = max(worst, compare(eager, oracle(layer, x[:m], weights[:m], ids[:m])))
+    return worst
+
+
+GROUPS = {
+    "shapes": shapes_group,
+    "activations": activations_group,
+    "row-scales": row_scales_group,
+    "ids": ids_group,
+    "router-weight": router_weight_group,
+    "routing": routing_group,
+    "tiles": tiles_group,
+    "large": large_group,
+    "graphs": graphs_group,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, about a fifth of the time")
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    if args.device == "cuda":
+        ops.load_kernels()
+        torch.cuda.init()
+    report = Report()
+    for name in args.only:
+        GROUPS[name](report, args)
+    print(f"{len(report.failures)} failures in {time.time() - report.start:.0f} s")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

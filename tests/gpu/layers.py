@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random MXFP4 layers, poisoned runs of the op, and the comparison with the float64 oracle."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_humming.moe import schedule
+from vllm_humming.moe.packing import CHUNK_K, PackedProjection, allocate, pack_expert
+from vllm_humming.moe.quantize import dequantize_mxfp4
+from vllm_humming.moe.reference import Activation, oracle_moe
+
+# Relative Frobenius error of a whole layer, and of its worst token (a wrong token must not drown in a large batch).
+LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+TOKEN_LIMIT = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
+GUARD_ROWS = 8
+GUARD_BYTES = 4096
+
+SPECS = {
+    "silu": {"activation": Activation.SWIGLU},
+    "silu_limit": {"activation": Activation.SWIGLU, "limit": 0.5},
+    "swigluoai": {"activation": Activation.SWIGLU, "alpha": 1.702, "beta": 1.0, "limit": 7.0},
+    "gelu_tanh": {"activation": Activation.GELU_TANH},
+    "relu2": {"activation": Activation.RELU2},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    spec: str = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    shape: Shape
+    dtype: torch.dtype
+    w13: PackedProjection
+    w2: PackedProjection
+    dense: tuple  # w13, b13, w2, b2: a list of float32 tensors an expert, or None
+
+    @property
+    def options(self) -> dict:
+        return SPECS[self.shape.spec]
+
+
+def make_layer(shape: Shape, dtype: torch.dtype, device: str, *, seed: int = 0, boost: int = 0) -> Layer:
+    """A layer of about unit gain. boost: weights times 2^boost, which needs row scales from 2^9 on."""
+    gen = torch.Generator(device=device).manual_seed(seed)
+    act = SPECS[shape.spec]["activation"]
+    rows = shape.intermediate * (2 if act.gated else 1)
+    make = {"num_experts": shape.experts, "has_bias": shape.bias, "device": device}
+    w13 = allocate(out_features=rows, in_features=shape.hidden, gated=act.gated, pad_rows_to=CHUNK_K, **make)
+    w2 = allocate(out_features=shape.hidden, in_features=shape.intermediate, gated=False, **make)
+    dense: tuple[list, list, list, list] = ([], [], [], [])
+    interleaved = shape.spec == "swigluoai"
+    for i, (p, n, k, gated) in enumerate(
+        [(w13, rows, shape.hidden, act.gated), (w2, shape.hidden, shape.intermediate, False)]
+    ):
+        middle = round(127 - math.log2(3.9 * k**0.5)) + boost
+        for expert in range(shape.experts):
+            codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
+            scales = torch.randint(
+                middle - 1, middle + 2, (n, k // 32), generator=gen, device=device, dtype=torch.uint8
+            )
+            bias = torch.randn(n, generator=gen, device=device) * 2.0**boost if shape.bias else None
+            order = "interleaved" if gated and interleaved else "packed"
+            pack_expert(p, expert, codes, scales, bias, gated=gated, gate_up=order, dtype=dtype, layer="layer")
+            w = dequantize_mxfp4(codes, scales, torch.float32)
+            dense[2 * i].append(torch.cat([w[0::2], w[1::2]]) if order == "interleaved" else w)
+            if bias is not None:
+                dense[2 * i + 1].append(torch.cat([bias[0::2], bias[1::2]]) if order == "interleaved" else bias)
+    return Layer(shape, dtype, w13, w2, tuple(part or None for part in dense))
+
+
+def guarded(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor:
+    """[tokens + GUARD_ROWS, hidden] of NaN: what lies beyond a batch must be neither used nor written."""
+    return torch.full((tokens + GUARD_ROWS, hidden), math.nan, dtype=dtype, device=device)
+
+
+def batch(tokens: int, layer: Layer, gen: torch.Generator, scale: float = 1.0) -> Tensor:
+    """x [tokens, H] in front of NaN rows."""
+    x = guarded(tokens, layer.shape.hidden, layer.dtype, str(gen.device))[:tokens]
+    return x.copy_(torch.randn(x.shape, generator=gen, device=gen.device) * scale)
+
+
+def padded_intermediate(layer: Layer) -> int:
+    return layer.w2.packed.shape[2] * CHUNK_K
+
+
+def workspace_for(layer: Layer, tokens: int) -> Tensor:
+    """uint8 workspace for up to `tokens` tokens, of 0xFF, with a guard behind it that is not part of the view."""
+    s = layer.shape
+    size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, s.top_k, s.experts, s.hidden, padded_intermediate(layer))
+    return torch.full((size + GUARD_BYTES,), 255, dtype=torch.uint8, device=layer.w13.packed.device)[:size]
+
+
+def selected_tiles(layer: Layer, tokens: int, top_k: int | None = None) -> tuple[int, int]:
+    s = layer.shape
+    return schedule.select(tokens, top_k or s.top_k, s.experts, s.hidden, padded_intermediate(layer))
+
+
+def launch(layer, x, weights, ids, out, workspace, tiles, expert_map=None, router_weight_on_input=False) -> None:
+    """One call of the op, nothing around it."""
+    o = {"alpha": 1.0, "beta": 0.0, "limit": math.inf} | layer.options
+    torch.ops.vllm_humming.moe(
+        x, weights, ids, expert_map, *layer.w13, *layer.w2, workspace, out, 0, int(o["activation"]),
+        o["alpha"], o["beta"], o["limit"], router_weight_on_input, *tiles,
+    )  # fmt: skip
+
+
+class Mismatch(Exception):
+    """A check that failed."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise Mismatch(message)
+
+
+def run(layer, x, weights, ids, *, tiles=None, expert_map=None, router_weight_on_input=False) -> Tensor:
+    """The op's output after two runs on poisoned buffers, with every guard and the inputs checked."""
+    tokens, hidden = x.shape
+    tiles = tiles or selected_tiles(layer, tokens, ids.shape[1])
+    kept = [t.clone() for t in (x, weights, ids)]
+    results = []
+    for _ in range(2):
+        out = guarded(tokens, hidden, x.dtype, x.device)
+        sized = replace(layer, shape=replace(layer.shape, top_k=ids.shape[1]))
+        workspace = workspace_for(sized, tokens)
+        launch(layer, x, weights, ids, out[:tokens], workspace, tiles, expert_map, router_weight_on_input)
+        require(bool(out[tokens:].isnan().all()), "wrote behind out")
+        size = workspace.numel()
+        tail = workspace.as_strided((GUARD_BYTES,), (1,), size)
+        require(bool(tail.eq(255).all()), "wrote behind the workspace")
+        results.append(out[:tokens])
+    same = [
+        torch.equal(t.view(torch.uint8), old.view(torch.uint8)) for t, old in zip((x, weights, ids), kept, strict=True)
+    ]
+    require(all(same), "an input was written")
+    require(torch.equal(*(r.contiguous().view(torch.int16) for r in results)), "two runs differ")
+    return results[0]
+
+
+def compare(out: Tensor, want: Tensor) -> float:
+    """The relative Frobenius error; raises Mismatch past the limits. Tokens that want zero must be exactly zero."""
+    if not out.numel():
+        return 0.0
+    require(bool(out.isfinite().all()), f"{int((~out.isfinite()).sum())} values are not finite")
+    norms = want.norm(dim=1)
+    idle = norms == 0
+    require(bool((out[idle] == 0).all()), "tokens without an expert are not zero")
+    total = float(want.norm())
+    if total == 0:
+        return 0.0
+    errors = (out.double() - want).norm(dim=1)
+    error = float(errors.norm()) / total
+    require(error <= LIMIT[out.dtype], f"error {error:.2e} > {LIMIT[out.dtype]:.1e}")
+    floor = total / want.shape[0] ** 0.5 / 4  # a token whose experts cancel is not held to its own norm
+    token = float((errors / norms.clamp(min=floor)).max())
+    require(token <= TOKEN_LIMIT[out.dtype], f"worst token's error {token:.2e} > {TOKEN_LIMIT[out.dtype]:.1e}")
+    return error
+
+
+def oracle(layer, x, weights, ids, expert_map=None, router_weight_on_input=False) -> Tensor:
+    return oracle_moe(
+        x, weights, ids, expert_map, *layer.dense, router_weight_on_input=router_weight_on_input, **layer.options
+    )
