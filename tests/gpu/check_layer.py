@@ -8,8 +8,6 @@ Prints one line a group with its worst relative Frobenius error, and every failu
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from layers import (
@@ -27,6 +25,7 @@ from layers import (
     selected_tiles,
     workspace_for,
 )
+from report import Report
 
 from benchmarks.routing import route
 from vllm_humming import ops
@@ -46,41 +45,6 @@ TOKENS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128
 TOKENS += [160, 161, 255, 256, 257, 500, 512, 1000, 1024, 4096]
 QUICK_TOKENS = [0, 1, 8, 17, 65, 161, 513]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Report:
-    """Collects one line a group."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-        self.start = time.time()
-        self.group, self.worst, self.worst_case, self.cases = "", 0.0, "", 0
-
-    def begin(self, group: str) -> None:
-        self.group, self.worst, self.worst_case, self.cases = group, 0.0, "-", 0
-
-    def case(self, name: str, check: Callable[[], float]) -> None:
-        self.cases += 1
-        try:
-            error = check()
-        except Exception as failure:  # one failure must not hide the others
-            self.failures.append(f"{self.group}: {name}: {type(failure).__name__}: {failure}")
-            if len(self.failures) <= 40:
-                print("FAIL", self.failures[-1], flush=True)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # an illegal access ends the script here
-            return
-        if error >= self.worst:
-            self.worst, self.worst_case = error, name
-
-    def end(self) -> None:
-        failed = sum(f.startswith(f"{self.group}:") for f in self.failures)
-        verdict = "ok" if not failed else f"{failed} FAILED"
-        worst = f"worst {self.worst:.2e} ({self.worst_case})"
-        print(
-            f"{self.group:<24} {self.cases:>4} cases  {worst:<56} {time.time() - self.start:6.1f} s  {verdict}",
-            flush=True,
-        )
 
 
 def check(layer: Layer, tokens: int, kind: str = "uniform", *, scale: float = 1.0, edit=None, **kw) -> float:
@@ -313,7 +277,7 @@ def main() -> int:
     report = Report()
     for name in args.only:
         GROUPS[name](report, args)
-    print(f"{len(report.failures)} failures in {time.time() - report.start:.0f} s")
+    print(f"{len(report.failures)} failures in {report.seconds():.0f} s")
     return 1 if report.failures else 0
 
 

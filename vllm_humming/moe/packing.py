@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_humming.moe.scales import ZERO_GROUP_BYTE, Window, e8m0_bytes, window_of, window_scales
+
 BLOCK_ROWS = 64
 CHUNK_K = 128
 GROUP_K = 32
@@ -21,25 +23,6 @@ CHUNK_BYTES = CODE_BYTES + SCALE_BYTES
 
 # Magnitudes of the sixteen e2m1 codes, index = code (OCP MX v1.0, table 5); bit 3 is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-# A scale byte that is legal in both activation dtypes, for groups whose codes are all zero.
-ZERO_GROUP_BYTE = 29
-
-
-class _Window(NamedTuple):
-    """Exponent window of one activation dtype: a scale 2^s of a row scaled by 2^b is the byte s - b + offset."""
-
-    magnitude_bits: tuple[int, int, int, int]  # lowest magnitude bit of fragments 0..3 in a 16-bit lane
-    sign_bits: tuple[int, int, int, int]  # sign bit of fragments 0..3 in a 16-bit lane
-    offset: int
-    lowest: int  # smallest s - b for which 0.5 * 2^(s - b) is still exact
-
-
-HIGHEST = 1  # largest s - b kept
-_WINDOWS = {
-    torch.bfloat16: _Window((6, 3, 0, 9), (15, 12, 14, 13), 126 + 127, -132),
-    torch.float16: _Window((9, 6, 3, 0), (15, 12, 14, 13), 14 + 15, -23),
-}
 
 
 class PackedProjection(NamedTuple):
@@ -130,13 +113,13 @@ def pack_expert(
     power of two, and a row whose scales do not fit the dtype's exact window.
     """
     where = f"{layer}: expert {expert}: {tensor}"
-    window = _window(dtype)
+    window = window_of(dtype)
     blocks, chunks = dst.packed.shape[1:3]
     rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K
     codes, scales = _checked_inputs(where, codes, scales, bias, dst, rows, k, gated)
 
     live = (codes.view(codes.shape[0], -1, GROUP_K // 2) & 0x77).ne(0).any(-1)  # groups with a non-zero code
-    group_bytes, exponent = _window_scales(where, scales, live, window)
+    group_bytes, exponent = window_scales(where, scales, live, window)
 
     def spread(t: Tensor, columns: int, fill: float) -> Tensor:
         return _to_packed_rows(t, rows, columns, gated=gated, interleaved=gate_up == "interleaved", fill=fill)
@@ -190,7 +173,7 @@ def unpack_unscaled(
 
     Rows in checkpoint order as in unpack_expert. The unscaled weights are exact in dtype and in out_dtype.
     """
-    window = _window(dtype)
+    window = window_of(dtype)
     source = p.packed[expert]
     blocks, chunks = source.shape[:2]
     rows, device = blocks * BLOCK_ROWS, source.device
@@ -213,12 +196,6 @@ def unpack_unscaled(
 
     bias = None if p.bias is None else restore(p.bias[expert]).to(out_dtype)
     return restore(weight)[:, :k], restore(p.row_scale[expert]).to(out_dtype), bias
-
-
-def _window(dtype: torch.dtype) -> _Window:
-    if dtype not in _WINDOWS:
-        raise ValueError(f"activations must be torch.bfloat16 or torch.float16, found {dtype}")
-    return _WINDOWS[dtype]
 
 
 def _checked_inputs(
@@ -249,57 +226,7 @@ def _checked_inputs(
         raise ValueError(f"{where} bias is {'missing' if bias is None else 'not expected by this layer'}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{where} bias must be {(n,)}, found {tuple(bias.shape)}")
-    return codes.detach().contiguous().view(torch.uint8), _e8m0_bytes(where, scales.detach().contiguous())
-
-
-def _e8m0_bytes(where: str, scales: Tensor) -> Tensor:
-    if scales.dtype == torch.uint8:
-        return scales
-    if scales.dtype == torch.float8_e8m0fnu:
-        return scales.view(torch.uint8)
-    if scales.dtype != torch.float32:
-        raise ValueError(f"{where} scales must be uint8, float8_e8m0fnu or float32, found {scales.dtype}")
-    bits = scales.view(torch.int32)
-    exponent = bits >> 23  # the sign ends up as a negative exponent
-    lowest = bits == 1 << 22  # 2^-127, subnormal in float32
-    legal = lowest | ((bits & 0x7FFFFF).eq(0) & exponent.ge(1) & exponent.le(254))
-    if not bool(legal.all()):
-        row, group = (~legal).nonzero()[0].tolist()
-        raise ValueError(
-            f"{where} scales must be exact powers of two in 2^-127..2^127, "
-            f"found {scales[row, group].item()} in row {row}, group {group}"
-        )
-    return torch.where(lowest, 0, exponent).to(torch.uint8)
-
-
-def _window_scales(where: str, scales: Tensor, live: Tensor, window: _Window) -> tuple[Tensor, Tensor]:
-    """The scale bytes [N, groups] and the row exponents b int32 [N] of the window. live: groups that hold a weight."""
-    s = scales.to(torch.int32) - 127
-    s_max = torch.where(live, s, -1000).amax(1)
-    s_min = torch.where(live, s, 1000).amin(1)
-    shift = s_max > HIGHEST
-    if window.lowest > -127:
-        shift |= s_min < window.lowest
-    shift &= live.any(1)
-    b = torch.where(shift, s_max - HIGHEST, 0)
-    nan = scales == 255
-    outside = s_min - b < window.lowest
-    if bool(nan.any() | outside.any()):
-        if bool(nan.any()):
-            row, group = nan.nonzero()[0].tolist()
-            raise ValueError(
-                f"{where} scale of row {row}, group {group} is the e8m0 NaN (255), expected 0..254; "
-                "the checkpoint is damaged or was not loaded completely"
-            )
-        row = int(outside.nonzero()[0, 0])
-        low, high = int(s_min[row]), int(s_max[row])
-        dtype = "bfloat16" if window is _WINDOWS[torch.bfloat16] else "float16"
-        fix = "no activation dtype holds it" if dtype == "bfloat16" else "serve it with --dtype bfloat16"
-        raise ValueError(
-            f"{where} row {row}: scale exponents {low}..{high} span {high - low}, more than the "
-            f"{HIGHEST - window.lowest} that {dtype} decodes exactly; {fix}"
-        )
-    return torch.where(live, s - b[:, None] + window.offset, ZERO_GROUP_BYTE).to(torch.uint8), b
+    return codes.detach().contiguous().view(torch.uint8), e8m0_bytes(where, scales.detach().contiguous())
 
 
 def _to_packed_rows(t: Tensor, rows: int, columns: int, *, gated: bool, interleaved: bool, fill: float) -> Tensor:
@@ -327,7 +254,7 @@ def _from_packed_rows(t: Tensor, out_features: int, gated: bool) -> Tensor:
     return halves[:, : out_features // 2].reshape(out_features, *t.shape[1:])
 
 
-def _code_words(codes: Tensor, window: _Window) -> Tensor:
+def _code_words(codes: Tensor, window: Window) -> Tensor:
     """uint8 [rows, K/2] in packed row order -> int32 [rows / 64, K / 128, 1024]."""
     blocks, chunks = codes.shape[0] // BLOCK_ROWS, codes.shape[1] * 2 // CHUNK_K
     # [block, w, half, g, chunk, half_k, step, k_high, q] -> [k_high, half, block, chunk, half_k, w, g, q, step]
@@ -341,7 +268,7 @@ def _code_words(codes: Tensor, window: _Window) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _word_table(device: torch.device, window: _Window) -> Tensor:
+def _word_table(device: torch.device, window: Window) -> Tensor:
     """int32 [4, 256]: fragment and code byte (two codes) -> that fragment's bits of the word."""
     table = []
     for low, sign in zip(window.magnitude_bits, window.sign_bits, strict=True):
@@ -352,7 +279,7 @@ def _word_table(device: torch.device, window: _Window) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _lane_shifts(device: torch.device, window: _Window) -> tuple[Tensor, Tensor]:
+def _lane_shifts(device: torch.device, window: Window) -> tuple[Tensor, Tensor]:
     """int32 [k_high 2, half 2, lane 2] right shifts that bring magnitude and sign of a word's codes to bit 0."""
     lanes = torch.tensor([0, 16], dtype=torch.int32)
     magnitude = torch.tensor(window.magnitude_bits, dtype=torch.int32)[:, None] + lanes

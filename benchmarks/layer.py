@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the routed-experts op as a CUDA-graph replay over rotating weight sets; needs torch and the kernels, not vLLM.
+
+usage: PYTHONPATH=. python3 benchmarks/layer.py [--shapes ...] [--ms ...] [--routing ...] [--dtype bf16|fp16]
+           [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT] [--out FILE]
+Prints a table and, with --out, appends one JSON line a point. benchmarks/README.md states the protocol.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.routing import ROUTINGS, route
+from vllm_humming import ops
+from vllm_humming.moe import schedule
+from vllm_humming.moe.packing import CHUNK_K, CODE_BYTES, PackedProjection, allocate, padded_k
+
+# name: hidden, intermediate, experts, top-k
+SHAPES = {
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "seed1": (6144, 2048, 32, 8),
+    "seed2": (3584, 3072, 12, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+}
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
+MXFP4_BYTES = 17 / 32  # a weight with its share of the scale
+MEMORY_RATE = 4.3e12  # bytes / s, measured
+TENSOR_RATE = 690e12  # flop / s, bf16, measured
+REPLAYS = 15
+# Scale bytes of groups of 2^-10..2^-6, so that the layer's output stays finite.
+SCALE_BYTES = {torch.bfloat16: (243, 248), torch.float16: (19, 24)}
+
+
+class Layer:
+    """As many random weight sets of one shape as it takes to read every weight from memory."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+        self.hidden, self.intermediate, self.experts, self.top_k = SHAPES[name]
+        self.expert_bytes = 3 * self.hidden * self.intermediate * MXFP4_BYTES
+        count = max(2, min(24, int(300e6 / (self.expert_bytes * self.top_k)) + 1))
+        self.sets = [self._random_set() for _ in range(count)]
+
+    def _random_set(self) -> tuple[PackedProjection, PackedProjection]:
+        make = {"num_experts": self.experts, "has_bias": False, "device": "cuda"}
+        w13 = allocate(
+            out_features=2 * self.intermediate, in_features=self.hidden, gated=True, pad_rows_to=CHUNK_K, **make
+        )
+        w2 = allocate(out_features=self.hidden, in_features=self.intermediate, gated=False, **make)
+        for p in (w13, w2):
+            p.packed.random_(0, 256)
+            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.dtype])
+        return w13, w2
+
+    def batch(self, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor]:
+        gen = torch.Generator(device="cuda").manual_seed(tokens)
+        x = torch.randn(tokens, self.hidden, generator=gen, device="cuda").to(self.dtype)
+        return x, *route(tokens, self.experts, self.top_k, routing, gen)
+
+    def sizes(self, tokens: int) -> tuple[int, int, int, int, int]:
+        return tokens, self.top_k, self.experts, self.hidden, padded_k(self.intermediate)
+
+
+def launcher(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], tiles: tuple[int, int]) -> tuple[Callable, Tensor]:
+    """(a function that runs every weight set once, the output of the last)."""
+    x, weights, ids = inputs
+    size = torch.ops.vllm_humming.moe_workspace_bytes(*layer.sizes(x.shape[0]))
+    workspace, out = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
+
+    def run() -> None:
+        for w13, w2 in layer.sets:
+            torch.ops.vllm_humming.moe(
+                x, weights, ids, None, *w13, *w2, workspace, out, 0, 0, 1.0, 0.0, math.inf, False, *tiles
+            )  # fmt: skip
+
+    return run, out
+
+
+def replay_times(run: Callable[[], None], sets: int) -> list[float]:
+    """Sorted microseconds a layer of REPLAYS graph replays."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / sets)
+    return sorted(times)
+
+
+def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> dict[str, Any]:
+    inputs = layer.batch(tokens, routing)
+    run, out = launcher(layer, inputs, tiles)
+    times = replay_times(run, len(layer.sets))
+    us = times[len(times) // 2]
+    active = inputs[2].unique().numel()
+    read = active * layer.expert_bytes
+    flops = 6 * tokens * layer.top_k * layer.hidden * layer.intermediate
+    floor = max(read / MEMORY_RATE, flops / TENSOR_RATE) * 1e6
+    return {
+        "fmt": "mxfp4",
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        "shape": layer.name,
+        "routing": routing,
+        "m": tokens,
+        "us": round(us, 1),
+        "us_min": round(times[0], 1),
+        "us_max": round(times[-1], 1),
+        "active": active,
+        "gbps": round(read / us / 1e3, 1),
+        "tflops": round(flops / us / 1e6, 1),
+        "floor_us": round(floor, 1),
+        "floor_percent": round(100 * floor / us, 1),
+        "tiles": [schedule.TILES[t].name for t in tiles],
+        "finite": bool(out.isfinite().all()),
+    }
+
+
+def read_peers(paths: list[Path]) -> dict[str, dict[tuple, float]]:
+    """label -> (shape, routing, m) -> us of whole MXFP4 layers. A record without a routing is uniform."""
+    peers: dict[str, dict[tuple, float]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if "us" in record and "shape" in record and record.get("fmt", "mxfp4") == "mxfp4":
+                key = (record["shape"].removesuffix("-pad"), record.get("routing", "uniform"), record["m"])
+                peers.setdefault(record.get("label") or record["peer"], {})[key] = record["us"]
+    return peers
+
+
+def print_header(peers: dict) -> None:
+    for i, label in enumerate(peers, 1):
+        print(f"peer {i}: {label}")
+    columns = "".join(f"{f'peer {i}':>9} {'x':>5}" for i in range(1, len(peers) + 1))
+    ours = f"{'us':>9} {'TB/s':>6} {'TFLOP/s':>8} {'floor us':>9} {'%':>4}"
+    print(f"{'shape':<14} {'routing':<8} {'M':>6} {ours}{columns}  tiles")
+
+
+def print_row(record: dict[str, Any], peers: dict) -> None:
+    key = (record["shape"], record["routing"], record["m"])
+    columns = ""
+    for times in peers.values():
+        us = times.get(key)
+        columns += f"{us:>9.1f} {us / record['us']:>5.2f}" if us else f"{'-':>9} {'-':>5}"
+    rates = f"{record['gbps'] / 1e3:>6.2f} {record['tflops']:>8.1f}"
+    ours = f"{record['us']:>9.1f} {rates} {record['floor_us']:>9.1f} {record['floor_percent']:>4.0f}"
+    note = "" if record["finite"] else "  NOT FINITE"
+    print(f"{key[0]:<14} {key[1]:<8} {key[2]:>6} {ours}{columns}  {' '.join(record['tiles'])}{note}", flush=True)
+
+
+def print_geomean(records: list[dict[str, Any]], peers: dict) -> None:
+    for label, times in peers.items():
+        ratios = [times[key] / r["us"] for r in records if (key := (r["shape"], r["routing"], r["m"])) in times]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(f"{label}: geometric mean {mean:.2f}x, worst {min(ratios):.2f}x over {len(ratios)} points")
+
+
+def tile_index(text: str) -> int:
+    names = [t.name for t in schedule.TILES]
+    if text in names:
+        return names.index(text)
+    if text.isdigit() and int(text) < len(names):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"no tile {text!r}; one of {', '.join(names)} or 0..{len(names) - 1}")
+
+
+def tile_pair(text: str) -> tuple[int, int]:
+    up, _, down = text.partition(",")
+    return tile_index(up), tile_index(down or up)
+
+
+def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool) -> list[dict[str, Any]]:
+    """Every tile for each GEMM beside the selected tile of the other (or every pair), then the best of both."""
+    chosen = schedule.select(*layer.sizes(tokens))
+    every = range(len(schedule.TILES))
+    if every_pair:
+        return [measure(layer, tokens, routing, pair) for pair in product(every, every)]
+    ups = [measure(layer, tokens, routing, (t, chosen[1])) for t in every]
+    downs = [measure(layer, tokens, routing, (chosen[0], t)) for t in every]
+    best = min(every, key=lambda t: ups[t]["us"]), min(every, key=lambda t: downs[t]["us"])
+    return [*ups, *downs, measure(layer, tokens, routing, best)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--tiles", type=tile_pair, metavar="UP,DOWN", help="force these tiles, by name or index")
+    parser.add_argument(
+        "--sweep-tiles",
+        nargs="?",
+        const="each",
+        choices=["each", "pairs"],
+        help="time every tile for each GEMM beside the selected one of the other, or every pair",
+    )
+    parser.add_argument("--peers", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines to print beside")
+    parser.add_argument("--label", default="vllm-humming")
+    parser.add_argument("--out", type=Path, help="append one JSON line a point")
+    args = parser.parse_args()
+    ops.load_kernels()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    peers = read_peers(args.peers)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, MXFP4 x {args.dtype}")
+    print_header(peers)
+    records = []
+    for name in args.shapes:
+        layer = Layer(name, dtype)
+        for routing, tokens in product(args.routing, args.ms):
+            selected = args.tiles or schedule.select(*layer.sizes(tokens))
+            chosen = measure(layer, tokens, routing, selected)
+            print_row(chosen, peers)
+            records.append(chosen)
+            points = [chosen]
+            if args.sweep_tiles:
+                points += sweep(layer, tokens, routing, args.sweep_tiles == "pairs")
+                for point in sorted(points[1:], key=lambda p: p["us"]):
+                    print(f"{'':<30}{point['us']:>9.1f}  x{chosen['us'] / point['us']:.2f}  {' '.join(point['tiles'])}")
+            if args.out:
+                with args.out.open("a") as file:
+                    file.writelines(json.dumps({"label": args.label} | point) + "\n" for point in points)
+        del layer
+        torch.cuda.empty_cache()
+    print_geomean(records, peers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
