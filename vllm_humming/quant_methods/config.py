@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_humming import compat, hardware
 from vllm_humming.options import HummingOptions
+from vllm_humming.plugin import announce
 from vllm_humming.quant_methods import formats
 from vllm_humming.quant_methods.formats import CheckpointFormat, ExpertScheme
 
@@ -26,6 +27,7 @@ class HummingConfig(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
+        announce()
         hardware.check_platform()
 
     @classmethod
@@ -34,6 +36,7 @@ class HummingConfig(QuantizationConfig):
 
         Raises ValueError for a format the plugin does not load, RuntimeError on a machine it does not serve.
         """
+        announce()
         hardware.check_platform()
         shadow = shadow_class(formats.resolve(config))
         result: QuantizationConfig = shadow.from_config(config)

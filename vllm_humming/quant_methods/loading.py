@@ -242,5 +242,5 @@ class ExpertLoader:
             gate_up="interleaved" if self.shape.interleaved else "packed",
             dtype=self.dtype,
             layer=self.layer,
-            tensor=f"{projection}_{self._name('codes')}",
+            tensor=projection,
         )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which config and which methods a checkpoint gets under `--quantization humming`."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from layers import CT_MXFP4, GPT_OSS, Sizes, build, engine, quant_config
+
+import vllm_humming
+from vllm_humming import compat
+from vllm_humming.quant_methods import config as config_module
+from vllm_humming.quant_methods.config import HummingConfig
+
+SIZES = Sizes()
+BASES = {"compressed-tensors": CT_MXFP4, "gpt_oss_mxfp4": GPT_OSS}
+
+
+def _ct(**changes):
+    config = copy.deepcopy(CT_MXFP4)
+    config["config_groups"]["group_0"]["weights"].update(changes.pop("weights", {}))
+    if "format" in changes:
+        config["config_groups"]["group_0"]["format"] = changes["format"]
+    return config | changes
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_config_is_a_shadow_of_vllms_own(base):
+    config = quant_config(BASES[base])
+    assert isinstance(config, compat.base_config_class(base))
+    assert type(config).__mro__[1] is config_module.ShadowMixin
+    assert config.get_name() == base
+    assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
+    assert type(quant_config(BASES[base])) is type(config)
+
+
+def test_unquantised_checkpoint_gets_the_online_config():
+    config = quant_config(None)
+    assert type(config) is HummingConfig
+    assert config.get_name() == "humming"
+    assert HummingConfig.get_config_filenames() == []
+    with pytest.raises(ValueError, match="unquantised gpt-oss"):
+        config.maybe_update_config("model", hf_config=type("Config", (), {"model_type": "gpt_oss"})())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "named"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "quant_method='fp8'"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method='modelopt' quant_algo='NVFP4'"),
+        (_ct(format="nvfp4-pack-quantized", weights={"group_size": 16}), "format='nvfp4-pack-quantized'.*group 16"),
+        (_ct(format="pack-quantized", weights={"type": "int", "group_size": 128}), "format='pack-quantized'.*4-bit int"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
+        ({}, "quant_method=None"),
+    ],
+)
+def test_unknown_formats_are_refused_by_name(checkpoint, named):
+    with pytest.raises(ValueError, match=named) as error:
+        quant_config(checkpoint)
+    assert "Supported: compressed-tensors mxfp4-pack-quantized; gpt-oss mxfp4; unquantised" in str(error.value)
+
+
+def test_override_only_when_asked_for():
+    override = HummingConfig.override_quantization_method
+    assert override({"quant_method": "mxfp4"}, "humming", hf_config=None) == "humming"
+    assert override({"quant_method": "mxfp4"}, None) is None
+    assert override({"quant_method": "mxfp4"}, "mxfp4") is None
+
+
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, None])
+def test_configs_pickle_into_a_fresh_process(checkpoint, tmp_path):
+    config = quant_config(checkpoint)
+    file = tmp_path / "config.pkl"
+    file.write_bytes(pickle.dumps(config))
+    code = (
+        f"import pickle; c = pickle.load(open({str(file)!r}, 'rb')); t = type(c);"
+        "print(t.__module__, t.__qualname__, c.get_name())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = [type(config).__module__, type(config).__qualname__, config.get_name()]
+    assert done.stdout.split()[-3:] == expected
+
+
+def test_no_other_name_is_made_up():
+    with pytest.raises(AttributeError):
+        _ = config_module.HummingShadow_unknown
+
+
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, None])
+def test_experts_get_our_method_and_linears_keep_vllms(checkpoint):
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    config = _ct(ignore=["lm_head", "re:.*self_attn.*"]) if checkpoint is CT_MXFP4 else checkpoint
+    with engine():
+        gpt_oss = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
+        layer = build(config, SIZES, **gpt_oss)
+        assert type(layer.quant_method).__name__ == "HummingMxfp4MoEMethod"
+        assert layer.quant_method.moe_kernel is None
+        assert not layer.quant_method.is_monolithic
+        linear = ReplicatedLinear(
+            64, 64, bias=False, quant_config=quant_config(config), prefix="model.layers.0.self_attn.o_proj"
+        )
+        assert type(linear.quant_method).__name__ == "UnquantizedLinearMethod"
+
+
+def test_quantised_linears_and_kv_cache_stay_with_vllm(monkeypatch):
+    base = compat.base_config_class("compressed-tensors")
+    asked = []
+    monkeypatch.setattr(base, "get_quant_method", lambda self, layer, prefix: asked.append(prefix) or "vllm's")
+    config = quant_config(CT_MXFP4)
+    assert config.get_quant_method(torch.nn.Linear(2, 2), "model.layers.0.self_attn.qkv_proj") == "vllm's"
+    assert config.get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") == "vllm's"
+    assert asked == ["model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.attn"]
+
+
+def test_ignored_experts_stay_with_vllm(monkeypatch):
+    base = compat.base_config_class("compressed-tensors")
+    config = quant_config(_ct(ignore=["re:.*experts.*"]))
+    with engine():
+        layer = build(CT_MXFP4, SIZES)
+        monkeypatch.setattr(base, "get_quant_method", lambda self, layer, prefix: "vllm's")
+        assert config.get_quant_method(layer, layer.layer_name) == "vllm's"
+
+
+def test_experts_of_another_scheme_are_refused_by_name():
+    config = _ct()
+    config["config_groups"]["experts"] = copy.deepcopy(config["config_groups"]["group_0"])
+    config["config_groups"]["experts"]["targets"] = ["re:.*experts.*"]
+    config["config_groups"]["experts"]["format"] = "float-quantized"
+    config["config_groups"]["experts"]["weights"].update(num_bits=8, strategy="channel", group_size=None)
+    config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
+    with engine(), pytest.raises(ValueError, match=r"model\.layers\.0.*found format 'float-quantized'.*'num_bits': 8"):
+        build(config, SIZES)
+
+
+def test_unknown_option_is_an_error_when_the_layer_is_built():
+    with engine(additional={"humming": {"bakend": "x"}}), pytest.raises(ValueError, match="valid options: 'backend'"):
+        build(CT_MXFP4, SIZES)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-mxfp4", "gpt-oss-mxfp4", "qwen3-bf16"])
+def test_vllm_accepts_real_checkpoints(kind, tmp_path):
+    """The whole way from a model directory to the config object, through vLLM's own checks."""
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+
+    from vllm_humming.checkpoints import write_checkpoint
+
+    vllm_humming.register()
+    write_checkpoint(tmp_path, kind, seed=0)
+    model = ModelConfig(str(tmp_path), quantization="humming", dtype="bfloat16", enforce_eager=True)
+    config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu")).quant_config
+    expected = {
+        "qwen3-mxfp4": "HummingShadow_compressed_tensors_mxfp4",
+        "gpt-oss-mxfp4": "HummingShadow_gpt_oss_mxfp4",
+        "qwen3-bf16": "HummingConfig",
+    }
+    assert type(config).__name__ == expected[kind]

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the weight loader accepts, what it refuses, and what ends up in the packed parameters."""
+
+import pytest
+import torch
+from layers import CT_MXFP4, GPT_OSS, Experts, Sizes, build, engine, finish, load_one, load_split, load_stacked
+
+from vllm_humming.moe import packing
+from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
+from vllm_humming.quant_methods.formats import ONLINE, ExpertScheme
+from vllm_humming.quant_methods.loading import ExpertLoader, ExpertShape
+
+SIZES = Sizes()
+NAME = "model.layers.0.mlp.experts"
+SCHEME = ExpertScheme("mxfp4", (("weight", "codes"), ("weight_scale", "scales"), ("bias", "bias")))
+GPT_OSS_LAYER = {"has_bias": True, "activation": "swigluoai"}
+
+
+@pytest.fixture
+def layer():
+    with engine():
+        yield build(CT_MXFP4, SIZES)
+
+
+def unpacked(tensors, expert, rows, k, gated):
+    return packing.unpack_expert(tensors, expert, dtype=torch.bfloat16, k=k, out_features=rows, gated=gated)
+
+
+def check_layer(layer, experts, *, interleaved=False):
+    """Every expert's packed weights and biases equal the checkpoint's, bit for bit."""
+    from vllm_humming.moe.method import packed_of
+
+    packed = packed_of(layer)
+    for projection in ("w13", "w2"):
+        dense = experts.dense(projection)
+        for e in range(dense.shape[0]):
+            expected, bias = dense[e], experts.bias[projection][e] if experts.bias else None
+            gated = projection == "w13" and layer.activation.is_gated
+            if gated and interleaved:
+                expected = torch.cat([expected[::2], expected[1::2]])
+                bias = None if bias is None else torch.cat([bias[::2], bias[1::2]])
+            weight, packed_bias = unpacked(packed[projection], e, *expected.shape, gated)
+            assert torch.equal(weight.double(), expected)
+            assert (bias is None) == (packed_bias is None)
+            if bias is not None:
+                assert torch.equal(packed_bias, bias.float())
+
+
+def test_parameters_are_preallocated_and_placeholders_empty(layer):
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    packed = {name: shapes[name] for name in ("w13_packed", "w13_row_scale", "w2_packed", "w2_row_scale")}
+    assert packed == {
+        "w13_packed": (4, 8, 1, 4352),  # I 160 -> 256, gate and up
+        "w13_row_scale": (4, 512),
+        "w2_packed": (4, 2, 2, 4352),
+        "w2_row_scale": (4, 128),
+    }
+    empty = {name for name, shape in shapes.items() if shape == (0,)}
+    assert empty == {"w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"}
+    addresses = {name: getattr(layer, name).data_ptr() for name in packed}
+    load_split(layer, Experts(SIZES))
+    finish(layer)
+    assert {name: getattr(layer, name).data_ptr() for name in packed} == addresses
+    assert {name for name, _ in layer.named_parameters()} == set(packed)
+    assert all(p.is_contiguous() and p.shape[0] == layer.local_num_experts for p in layer.parameters())
+
+
+def test_split_experts(layer):
+    experts = Experts(SIZES)
+    load_split(layer, experts)
+    finish(layer)
+    check_layer(layer, experts)
+
+
+def test_stacked_interleaved_experts_with_biases():
+    with engine():
+        layer = build(GPT_OSS, SIZES, **GPT_OSS_LAYER)
+    experts = Experts(SIZES, bias=True)
+    load_stacked(layer, experts)
+    finish(layer)
+    check_layer(layer, experts, interleaved=True)
+
+
+def test_single_experts_of_a_gpt_oss_checkpoint():
+    with engine():
+        layer = build(GPT_OSS, SIZES, **GPT_OSS_LAYER)
+    experts = Experts(SIZES, bias=True)
+    for e in range(SIZES.experts):
+        for projection in ("w13", "w2"):
+            codes = experts.codes[projection][e]
+            shard = f"gpt_oss_{projection}"
+            load_one(layer, f"{projection}_weight", codes.view(codes.shape[0], -1, 16), shard, e)
+            load_one(layer, f"{projection}_weight_scale", experts.scales[projection][e], shard, e)
+            load_one(layer, f"{projection}_bias", experts.bias[projection][e], shard, e)
+    finish(layer)
+    check_layer(layer, experts, interleaved=True)
+
+
+@pytest.mark.parametrize("codes", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("scales", [torch.uint8, torch.float8_e8m0fnu, torch.float32])
+def test_dtypes_of_codes_and_scales(layer, codes, scales):
+    experts = Experts(SIZES)
+    given = Experts(SIZES)
+    given.codes = {name: t.view(codes) for name, t in given.codes.items()}
+    if scales == torch.float32:
+        given.scales = {name: torch.exp2(t.float() - 127) for name, t in given.scales.items()}
+    else:
+        given.scales = {name: t.view(scales) for name, t in given.scales.items()}
+    load_split(layer, given)
+    finish(layer)
+    check_layer(layer, experts)
+
+
+def test_nothing_is_held_back(layer):
+    """Staging holds one expert at most when a checkpoint comes expert by expert, and nothing after it."""
+    loader, held = layer.quant_method._loader, []
+    stage = loader._stage
+
+    def watched(*args):
+        stage(*args)
+        held.append(len(loader._staged))
+
+    loader._stage = watched
+    load_split(layer, Experts(SIZES))
+    assert max(held) <= 2  # w13 waits for up while w2 comes by
+    assert held[-1] == 0
+    finish(layer)
+    assert layer.quant_method._loader is None
+
+
+def test_missing_tensors_are_named(layer):
+    load_split(layer, Experts(SIZES), skip=("1.w2.weight_scale", "3.w3.weight_packed"))
+    with pytest.raises(ValueError, match=NAME) as error:
+        finish(layer)
+    assert "lacks 2 tensors" in str(error.value)
+    assert "expert 1 w2_weight_scale, expert 3 w3_weight_packed" in str(error.value)
+
+
+def test_a_layer_nothing_was_loaded_into_is_refused(layer):
+    with pytest.raises(ValueError, match=r"lacks 24 tensors.*expert 0 w1_weight_packed.* and 16 more"):
+        finish(layer)
+
+
+def test_missing_bias_is_named():
+    with engine():
+        layer = build(GPT_OSS, SIZES, **GPT_OSS_LAYER)
+    experts = Experts(SIZES, bias=True)
+    experts.bias.pop("w2")
+    for projection in ("w13", "w2"):
+        for suffix, source in (("weight", experts.codes), ("weight_scale", experts.scales), ("bias", experts.bias)):
+            if projection in source:
+                load_one(layer, f"{projection}_{suffix}", source[projection], None, None)
+    with pytest.raises(ValueError, match=r"lacks 4 tensors.*expert 0 w2_bias, expert 1 w2_bias"):
+        finish(layer)
+
+
+def test_missing_dense_weight_is_named_once():
+    with engine():
+        layer = build(None, SIZES)
+    load_one(layer, "w2_weight", torch.zeros(96, 160, dtype=torch.bfloat16), "w2", 0)
+    with pytest.raises(ValueError, match=r"lacks 11 tensors.*expert 0 w1_weight, expert 0 w3_weight, expert 1 w1_weight"):
+        finish(layer)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shard", "value", "message"),
+    [
+        ("w13_weight_packed", "w1", torch.zeros(159, 48), r"expert 2: w1_weight_packed must have shape \(160, 48\)"),
+        ("w2_weight_scale", "w2", torch.zeros(96, 6), r"expert 2: w2_weight_scale must have shape \(96, 5\)"),
+        ("w13_weight_packed", "w3", torch.zeros(160, 48), r"w3_weight_packed must be .*int8, found torch.float32"),
+        ("w13_weight_scale", "w1", torch.zeros(160, 3).long(), r"w1_weight_scale must be .*found torch.int64"),
+        ("w13_weight_packed", "w2", torch.zeros(160, 48).byte(), r"unknown shard 'w2'"),
+        ("w13_weight_packed", None, torch.zeros(3, 320, 48).byte(), r"must hold 4 experts, found shape \(3, 320, 48\)"),
+        ("w13_weight_packed", None, torch.zeros(4, 319, 48).byte(), r"w13_weight_packed must have shape \(320, 48\)"),
+    ],
+)
+def test_wrong_tensors_name_layer_expert_and_tensor(layer, tensor, shard, value, message):
+    with pytest.raises(ValueError, match=rf"{NAME}.*{message}"):
+        load_one(layer, tensor, value, shard, None if shard is None else 2)
+
+
+def test_nan_scale_is_refused(layer):
+    experts = Experts(SIZES)
+    experts.scales["w2"][3, 7, 1] = 255
+    with pytest.raises(ValueError, match=rf"{NAME}: expert 3: w2 scale of row 7, group 1.*255"):
+        load_split(layer, experts)
+
+
+def test_nan_bias_is_refused():
+    with engine():
+        layer = build(GPT_OSS, SIZES, **GPT_OSS_LAYER)
+    experts = Experts(SIZES, bias=True)
+    experts.bias["w13"][1, 5] = float("nan")
+    with pytest.raises(ValueError, match=rf"{NAME}: expert 1: w13_bias holds NaN or infinity"):
+        load_stacked(layer, experts)
+
+
+def test_dense_experts_are_quantised_while_loading():
+    with engine():
+        layer = build(None, SIZES)
+    gen = torch.Generator().manual_seed(3)
+    dense = {
+        "w13": torch.randn(4, 320, 96, generator=gen).bfloat16(),
+        "w2": torch.randn(4, 96, 160, generator=gen).bfloat16(),
+    }
+    experts = Experts(SIZES)
+    for projection, weights in dense.items():
+        pairs = [quantize_mxfp4(w) for w in weights]
+        experts.codes[projection] = torch.stack([codes for codes, _ in pairs])
+        experts.scales[projection] = torch.stack([scales for _, scales in pairs])
+    for e in range(4):
+        load_one(layer, "w13_weight", dense["w13"][e, :160], "w1", e)
+        load_one(layer, "w2_weight", dense["w2"][e], "w2", e)
+        load_one(layer, "w13_weight", dense["w13"][e, 160:], "w3", e)
+    finish(layer)
+    check_layer(layer, experts)
+
+
+def test_dense_nan_is_refused_by_name():
+    with engine():
+        layer = build(None, SIZES)
+    weight = torch.zeros(160, 96, dtype=torch.bfloat16)
+    weight[9, 3] = float("inf")
+    with pytest.raises(ValueError, match=rf"{NAME}: expert 2: w3_weight:.*NaN or infinity in row 9"):
+        load_one(layer, "w13_weight", weight, "w3", 2)
+
+
+def test_loading_after_packing_is_an_error(layer):
+    param = layer.w13_weight_packed
+    load_split(layer, Experts(SIZES))
+    finish(layer)
+    with pytest.raises(RuntimeError, match="came after the weights were packed"):
+        param.weight_loader(param, torch.zeros(1), "name", shard_id="w1", expert_id=0)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("intermediate", [160, 2880])
+@pytest.mark.parametrize(("gated", "interleaved"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_tensor_parallel_shares_add_up(tp, intermediate, gated, interleaved, bias):
+    """The ranks' shares, cut on scale groups, are the whole expert; the down bias lies on one rank."""
+    sizes = Sizes(experts=1, hidden=64, intermediate=intermediate)
+    experts = Experts(sizes, gated=gated, bias=bias)
+    shard = -(-(intermediate // 32) // tp) * 32
+    multiplier = 2 if gated else 1
+    gates, downs, biases = [], [], torch.zeros(64)
+    for rank in range(tp):
+        shape = ExpertShape(1, 64, intermediate, shard, rank, gated, interleaved, bias)
+        packed = {
+            "w13": packing.allocate(1, multiplier * shard, 64, gated=gated, has_bias=bias, device="cpu", pad_rows_to=128),
+            "w2": packing.allocate(1, 64, shard, gated=False, has_bias=bias, device="cpu"),
+        }
+        loader = ExpertLoader(NAME, SCHEME, shape, packed, torch.bfloat16)
+        for kind, source in (("codes", experts.codes), ("scales", experts.scales), ("bias", experts.bias)):
+            if not source:
+                continue
+            if interleaved:
+                loader.load("w13", kind, source["w13"][0], "gpt_oss_w13", 0)
+            else:
+                halves = source["w13"][0].chunk(2) if gated else [source["w13"][0]]
+                for name, half in zip(("w1", "w3"), halves, strict=False):
+                    loader.load("w13", kind, half, name, 0)
+            loader.load("w2", kind, source["w2"][0], "w2", 0)
+        loader.check_complete()
+        n = shape.channels
+        weight, _ = unpacked(packed["w13"], 0, multiplier * shard, 64, gated)
+        gates.append(weight.view(multiplier, shard, 64)[:, :n])
+        down, down_bias = unpacked(packed["w2"], 0, 64, shard, False)
+        assert not down[:, n:].any()
+        downs.append(down[:, :n])
+        if down_bias is not None:
+            biases += down_bias
+    w13 = experts.dense("w13")[0]
+    if interleaved:
+        w13 = torch.cat([w13[::2], w13[1::2]])
+    assert torch.equal(torch.cat(gates, 1).reshape(-1, 64).double(), w13)
+    assert torch.equal(torch.cat(downs, 1).double(), experts.dense("w2")[0])
+    if bias:
+        assert torch.equal(biases, experts.bias["w2"][0].float())
+
+
+def test_online_scheme_is_known():
+    assert ONLINE["mxfp4"].weight_format == "mxfp4"
+
+
+def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):
+    monkeypatch.setattr(
+        type(layer), "_map_global_expert_id_to_local_expert_id", lambda self, expert: expert - 4 if expert >= 4 else -1
+    )
+    experts = Experts(SIZES)
+    skipped = load_one(layer, "w2_weight_packed", experts.codes["w2"][0], "w2", 0)
+    assert skipped is False
+    assert load_one(layer, "w2_weight_packed", experts.codes["w2"][1], "w2", 5) is True
+    load_one(layer, "w2_weight_scale", experts.scales["w2"][1], "w2", 5)
+    weight, _ = unpacked(packing.PackedProjection(layer.w2_packed, layer.w2_row_scale, None), 1, 96, 160, False)
+    expected = dequantize_mxfp4(experts.codes["w2"][1], experts.scales["w2"][1], torch.float32)
+    assert torch.equal(weight, expected)
