@@ -25,6 +25,7 @@ _SCHEMAS = {
     "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded) -> int",
     "gemm_plain": "(Tensor x, Tensor packed, Tensor row_scale, Tensor? bias, Tensor(a!) out, int weight_format, "
     "int tile) -> ()",
+    "tile_field": "(int tile, int field) -> int",
 }
 _KERNEL_OPS = ("moe", "gemm_plain")
 
@@ -50,11 +51,12 @@ def load_kernels() -> None:
             return
         if not kernels_available():
             raise RuntimeError(_missing_message())
-        _drop_placeholders()
+        dropped = _drop_placeholders()
         try:
             torch.ops.load_library(str(LIBRARY_PATH))
         except OSError as error:
-            _add_placeholders()
+            if dropped:
+                _add_placeholders()
             raise RuntimeError(
                 f"the vllm-humming kernels in {LIBRARY_PATH} do not load with torch {torch.__version__}: {error}. "
                 "They need torch 2.11 or later with CUDA; rebuild them by reinstalling vllm-humming in this environment"
@@ -194,11 +196,14 @@ def _add_placeholders() -> None:
         _placeholders.impl(name, _refuse, "CUDA")
 
 
-def _drop_placeholders() -> None:
+def _drop_placeholders() -> bool:
+    """Whether there were any."""
     global _placeholders
-    if _placeholders is not None:
-        _placeholders._destroy()
-        _placeholders = None
+    if _placeholders is None:
+        return False
+    _placeholders._destroy()
+    _placeholders = None
+    return True
 
 
 for _name, _schema in _SCHEMAS.items():

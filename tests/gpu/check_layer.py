@@ -38,11 +38,13 @@ SHAPES = {
     "gpt-oss-20b": Shape(2880, 2880, 32, 4, "swigluoai", bias=True),
     "nemotron": Shape(2688, 1856, 16, 6, "relu2"),
     "odd": Shape(736, 96, 7, 3),
+    "384 experts": Shape(256, 128, 384, 8),
+    "one expert": Shape(96, 160, 1, 1),
 }
 SMALL = Shape(736, 96, 7, 3)
 MIDDLE = Shape(1856, 736, 9, 4, bias=True)
 TOKENS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129]
-TOKENS += [160, 161, 255, 256, 257, 500, 512, 1000, 1024, 4096]
+TOKENS += [160, 161, 255, 256, 257, 500, 512, 1000, 1024, 1025, 4096]
 QUICK_TOKENS = [0, 1, 8, 17, 65, 161, 513]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

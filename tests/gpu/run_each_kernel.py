@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small run of every compiled kernel, for compute-sanitizer; checks nothing itself.
+
+usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --kernel-name-regex kns=vllm_humming \\
+           --error-exitcode 1 python3 tests/gpu/run_each_kernel.py
+"""
+
+import torch
+from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, workspace_for
+
+from benchmarks.routing import route
+from vllm_humming import ops
+from vllm_humming.moe import schedule
+
+TOKENS = (1, 37, 200)
+ROUTED = 3000  # enough rows for the routing of large batches
+
+
+def main() -> None:
+    ops.load_kernels()
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    runs = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in SPECS:
+            layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda")
+            every_tile = [(t, t) for t in range(len(schedule.TILES))] if spec in ("silu", "relu2") else []
+            for tokens in TOKENS:
+                x = batch(tokens, layer, gen)
+                weights, ids = route(tokens, 3, 2, "uniform", gen)
+                ids[::5, 0] = -1
+                for tiles in (selected_tiles(layer, tokens), *every_tile):
+                    launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles)
+                    runs += 1
+    layer = make_layer(Shape(96, 96, 40, 8), torch.bfloat16, "cuda")
+    x = batch(ROUTED, layer, gen)
+    weights, ids = route(ROUTED, 40, 8, "zipf", gen)
+    expert_map = torch.arange(40, dtype=torch.int32, device="cuda").sub_(3)
+    launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, ROUTED), (0, 0), expert_map)
+    torch.cuda.synchronize()
+    print(f"{runs + 1} layers ran")
+
+
+if __name__ == "__main__":
+    main()
