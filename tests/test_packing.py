@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 
+from vllm_humming.moe import packing
 from vllm_humming.moe.packing import allocate, pack_expert, padded_k, padded_rows, unpack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4
 
@@ -155,6 +156,26 @@ def test_round_trip_of_every_scale_in_float64(dtype):
     pack_expert(p, 0, codes, scales, None, gated=False, dtype=dtype, layer="l")
     weight, _ = unpack_expert(p, 0, dtype=dtype, k=128, out_features=64, gated=False, out_dtype=torch.float64)
     assert torch.equal(weight, dequantize_mxfp4(codes, scales, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_default_dtype_does_not_matter(dtype):
+    """An engine loads weights under a bfloat16 default dtype."""
+    codes, scales, bias = random_projection(96, 160, seed=1, low=106, high=130)
+    results = []
+    for default in (torch.float32, torch.bfloat16):
+        for table in (packing._word_table, packing._lane_shifts, packing._value_table, packing._power_table):
+            table.cache_clear()
+        try:
+            torch.set_default_dtype(default)
+            p = allocate(1, 96, 160, gated=True, has_bias=True, device="cpu")
+            pack_expert(p, 0, codes, scales, bias, gated=True, dtype=dtype, layer="l")
+            results.append([*p, *unpack_expert(p, 0, dtype=dtype, k=160, out_features=96, gated=True)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_padded_sizes():

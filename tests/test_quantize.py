@@ -86,6 +86,26 @@ def test_chunks_give_the_same_result(monkeypatch):
     assert torch.equal(dense, dequantize_mxfp4(*whole, torch.float32))
 
 
+def test_the_default_dtype_does_not_matter():
+    """An engine loads weights under a bfloat16 default dtype."""
+    w = torch.randn(16, 256, generator=torch.Generator().manual_seed(4)) * 3
+    w[:, :7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).nextafter(torch.tensor(0.0))
+    want = quantize_mxfp4(w)
+    dense = dequantize_mxfp4(*want, torch.float32)
+    tables = (quantize._rounding_bounds, quantize._value_pairs, quantize._scale_table)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        for table in tables:
+            table.cache_clear()
+        got = quantize_mxfp4(w)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert torch.equal(dense, dequantize_mxfp4(*got, torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        for table in tables:
+            table.cache_clear()
+
+
 def test_the_input_is_not_written_and_may_be_strided():
     w = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).T
     before = w.clone()

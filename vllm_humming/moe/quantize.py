@@ -79,9 +79,9 @@ def _rounding_bounds(device: torch.device) -> Tensor:
     A tie goes to the even code, so the bound under an even code is one step below the midpoint.
     """
     magnitudes = E2M1_VALUES[:8]
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(magnitudes)])
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(magnitudes)], dtype=torch.float32)
     upper_is_even = torch.tensor([code % 2 == 0 for code in range(1, 8)])
-    return torch.where(upper_is_even, torch.nextafter(middles, torch.zeros(())), middles).to(device)
+    return torch.where(upper_is_even, torch.nextafter(middles, torch.zeros_like(middles)), middles).to(device)
 
 
 @lru_cache(maxsize=32)
