@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a small MXFP4 mixture-of-experts model with `vllm serve --quantization humming` and asks it something.
+
+Run by `make demo` with the Python of the environment it made. Exits non-zero unless the server answered, the answer is
+the one that the model's weights spell, and every MoE layer ran through this package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from vllm_humming.checkpoints import DEFAULT_SIZES, write_checkpoint
+from vllm_humming.tokenizer import PROMPT, SENTENCE
+
+KIND = "qwen3-mxfp4"
+DIRECTORY = Path(__file__).resolve().parent.parent / ".demo"
+NAME = "small-mxfp4-moe"
+START_LIMIT_S = 600
+LAYERS = re.compile(r"(\d+) MoE layers? run through vllm_humming \((.+) experts, (kernel|reference) path\)")
+
+
+class DemoError(Exception):
+    """Why the demo failed, for the last line of its output."""
+
+
+def step(text: str) -> None:
+    print(f"[demo] {text}", flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def start_server(model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--quantization", "humming"]
+    command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
+    step(" ".join(["vllm", *command[1:]]))
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
+    settings.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if not Path("/proc/driver/nvidia/version").exists():
+        command.append("--enforce-eager")  # on a CPU the model compiler takes longer than the demo
+    with log.open("wb") as stream:
+        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=settings, start_new_session=True)
+
+
+def stop_server(server: subprocess.Popen[bytes]) -> None:
+    """Asks the server to stop, then ends whatever is left of its session."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        step("the server did not stop within 30 s and is killed")
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], base: str) -> None:
+    start = time.monotonic()
+    while time.monotonic() - start < START_LIMIT_S:
+        if server.poll() is not None:
+            raise DemoError(f"the server stopped with exit code {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{base}/health", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+        else:
+            step(f"ready after {time.monotonic() - start:.0f} s")
+            return
+    raise DemoError(f"the server was not ready after {START_LIMIT_S} s")
+
+
+def complete(base: str, prompt: str) -> str:
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 32, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            text: str = json.load(response)["choices"][0]["text"]
+    except urllib.error.URLError as error:
+        raise DemoError(f"the completion request failed: {error}") from error
+    return text
+
+
+def check(answer: str, log: str) -> None:
+    """Raises DemoError unless the answer and the layers that ran are the expected ones."""
+    print(f"\n    {PROMPT}{answer}\n", flush=True)
+    if answer != SENTENCE:
+        raise DemoError(f"the answer is {answer!r}, the weights spell {SENTENCE!r}")
+    found = LAYERS.search(log)
+    if found is None:
+        raise DemoError("the server's log does not say that MoE layers ran through vllm_humming")
+    layers, weight_format, path = found.groups()
+    expected = DEFAULT_SIZES[KIND].layers
+    step(f"{layers} of {expected} MoE layers ran through vllm_humming: {weight_format} experts, {path} path")
+    if int(layers) != expected:
+        raise DemoError("some MoE layers ran elsewhere")
+
+
+def main() -> None:
+    model, log = DIRECTORY / NAME, DIRECTORY / "server.log"
+    step(f"writing {model} (Qwen3-MoE, {DEFAULT_SIZES[KIND].experts} experts, MXFP4)")
+    write_checkpoint(model, KIND)
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    server = start_server(model, port, log)
+    try:
+        wait_until_ready(server, base)
+        check(complete(base, PROMPT), log.read_text(errors="replace"))
+    except DemoError as error:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        raise SystemExit(f"{tail}\n[demo] FAILED: {error} (log: {log})") from error
+    finally:
+        stop_server(server)
+    step("server stopped; done")
+
+
+if __name__ == "__main__":
+    main()
