@@ -154,7 +154,7 @@ def _escape(path: object) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def ninja_file(tools: Toolchain, units: list[Path], library: Path, objects: Path) -> str:
+def ninja_file(tools: Toolchain, directory: Path, units: list[Path], library: Path, objects: Path) -> str:
     """The build as ninja text: one object a source file, header dependencies from nvcc, then one link."""
     root = tools.nvcc.resolve().parent.parent
     common = [
@@ -162,7 +162,7 @@ def ninja_file(tools: Toolchain, units: list[Path], library: Path, objects: Path
         "-std=c++20",
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
         "-DUSE_CUDA",
-        f"-I{SOURCES}",
+        f"-I{directory}",
         f"-isystem {tools.torch / 'include'}",
     ]
     device = [
@@ -222,7 +222,7 @@ def build(library: Path = LIBRARY, directory: Path = SOURCES, objects: Path = BU
     tools = toolchain()
     objects.mkdir(parents=True, exist_ok=True)
     script = objects / "build.ninja"
-    script.write_text(ninja_file(tools, units, library, objects))
+    script.write_text(ninja_file(tools, directory, units, library, objects))
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     # On failure ninja has printed the compiler's words; they go to the caller's own output.
     subprocess.run([tools.ninja, "-C", objects, "-f", script, "-j", jobs], check=True)
