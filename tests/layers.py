@@ -81,28 +81,53 @@ class Sizes:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def build(checkpoint: dict[str, Any] | None, sizes: Sizes, name: str = "model.layers.0.mlp.experts", **kwargs: Any) -> Any:
+def build(
+    checkpoint: dict[str, Any] | None, sizes: Sizes, name: str = "model.layers.0.mlp.experts", **kwargs: Any
+) -> Any:
     """The RoutedExperts of a MoE layer that a model would build; call it under engine()."""
     from vllm_humming import compat
 
     dtype = kwargs.pop("dtype", torch.bfloat16)
+    if str(kwargs.get("activation", "")).endswith("_no_mul"):
+        kwargs["ckpt_names"] = ("up_proj", "down_proj", None)  # as Nemotron-H, which has no gate
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as vLLM's loader does around the model's constructor
     try:
-        layer = compat.moe_factory()(
-            num_experts=sizes.experts,
-            top_k=sizes.top_k,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            params_dtype=dtype,
-            renormalize=True,
-            quant_config=quant_config(checkpoint),
-            prefix=name,
-            **kwargs,
-        )
+        with _non_gated_layers_allowed():
+            layer = compat.moe_factory()(
+                num_experts=sizes.experts,
+                top_k=sizes.top_k,
+                hidden_size=sizes.hidden,
+                intermediate_size=sizes.intermediate,
+                params_dtype=dtype,
+                renormalize=True,
+                quant_config=quant_config(checkpoint),
+                prefix=name,
+                **kwargs,
+            )
     finally:
         torch.set_default_dtype(default)
     return layer.routed_experts
+
+
+@contextlib.contextmanager
+def _non_gated_layers_allowed() -> Iterator[None]:
+    """vLLM builds non-gated layers on GPUs only; this tells its config check, and nothing else, that here is one."""
+    import vllm.model_executor.layers.fused_moe.config as moe_config
+
+    class Gpu:
+        def is_cuda_alike(self) -> bool:
+            return True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    real = moe_config.current_platform
+    moe_config.current_platform = Gpu()
+    try:
+        yield
+    finally:
+        moe_config.current_platform = real
 
 
 class Experts:

@@ -53,7 +53,10 @@ def test_unquantised_checkpoint_gets_the_online_config():
         ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method='modelopt' quant_algo='NVFP4'"),
         (_ct(format="nvfp4-pack-quantized", weights={"group_size": 16}), "format='nvfp4-pack-quantized'.*group 16"),
-        (_ct(format="pack-quantized", weights={"type": "int", "group_size": 128}), "format='pack-quantized'.*4-bit int"),
+        (
+            _ct(format="pack-quantized", weights={"type": "int", "group_size": 128}),
+            "format='pack-quantized'.*4-bit int",
+        ),
         ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
         ({}, "quant_method=None"),
     ],
@@ -71,19 +74,18 @@ def test_override_only_when_asked_for():
     assert override({"quant_method": "mxfp4"}, "mxfp4") is None
 
 
-@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, None])
-def test_configs_pickle_into_a_fresh_process(checkpoint, tmp_path):
-    config = quant_config(checkpoint)
-    file = tmp_path / "config.pkl"
-    file.write_bytes(pickle.dumps(config))
+def test_configs_pickle_into_a_fresh_process(tmp_path):
+    configs = [quant_config(checkpoint) for checkpoint in (CT_MXFP4, GPT_OSS, None)]
+    file = tmp_path / "configs.pkl"
+    file.write_bytes(pickle.dumps(configs))
     code = (
-        f"import pickle; c = pickle.load(open({str(file)!r}, 'rb')); t = type(c);"
-        "print(t.__module__, t.__qualname__, c.get_name())"
+        f"import pickle\nfor c in pickle.load(open({str(file)!r}, 'rb')):\n"
+        " print(type(c).__module__, type(c).__qualname__, c.get_name())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    expected = [type(config).__module__, type(config).__qualname__, config.get_name()]
-    assert done.stdout.split()[-3:] == expected
+    expected = [f"{type(c).__module__} {type(c).__qualname__} {c.get_name()}" for c in configs]
+    assert done.stdout.splitlines()[-3:] == expected
 
 
 def test_no_other_name_is_made_up():

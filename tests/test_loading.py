@@ -158,7 +158,9 @@ def test_missing_dense_weight_is_named_once():
     with engine():
         layer = build(None, SIZES)
     load_one(layer, "w2_weight", torch.zeros(96, 160, dtype=torch.bfloat16), "w2", 0)
-    with pytest.raises(ValueError, match=r"lacks 11 tensors.*expert 0 w1_weight, expert 0 w3_weight, expert 1 w1_weight"):
+    with pytest.raises(
+        ValueError, match=r"lacks 11 tensors.*expert 0 w1_weight, expert 0 w3_weight, expert 1 w1_weight"
+    ):
         finish(layer)
 
 
@@ -247,7 +249,9 @@ def test_tensor_parallel_shares_add_up(tp, intermediate, gated, interleaved, bia
     for rank in range(tp):
         shape = ExpertShape(1, 64, intermediate, shard, rank, gated, interleaved, bias)
         packed = {
-            "w13": packing.allocate(1, multiplier * shard, 64, gated=gated, has_bias=bias, device="cpu", pad_rows_to=128),
+            "w13": packing.allocate(
+                1, multiplier * shard, 64, gated=gated, has_bias=bias, device="cpu", pad_rows_to=128
+            ),
             "w2": packing.allocate(1, 64, shard, gated=False, has_bias=bias, device="cpu"),
         }
         loader = ExpertLoader(NAME, SCHEME, shape, packed, torch.bfloat16)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MoE method on real vLLM layers: apply() by the reference against float64, and what it refuses."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layers import (
+    CT_MXFP4,
+    GPT_OSS,
+    Experts,
+    Sizes,
+    apply,
+    build,
+    engine,
+    finish,
+    load_split,
+    load_stacked,
+    relative_error,
+    routing,
+)
+
+import vllm_humming
+from vllm_humming import compat
+from vllm_humming.moe import reference
+from vllm_humming.moe.activation import activation_spec
+from vllm_humming.moe.packing import CODE_BYTES
+
+SIZES = Sizes()
+ACTIVATIONS = {
+    "silu": {},
+    "silu-limit": {"activation": "silu", "swiglu_limit": 0.5},
+    "swigluoai_uninterleave": {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 0.75},
+    "gelu_tanh": {},
+    "relu2_no_mul": {},
+}
+
+
+def ready(experts, *, sizes=SIZES, checkpoint=CT_MXFP4, **kwargs):
+    """A loaded layer, stacked for gpt-oss and expert by expert otherwise. Call it under engine()."""
+    layer = build(checkpoint, sizes, **kwargs)
+    (load_stacked if checkpoint is GPT_OSS else load_split)(layer, experts)
+    finish(layer)
+    return layer
+
+
+def oracle(layer, experts, x, weights, ids, expert_map=None):
+    spec = layer.quant_method.activation
+    w13, b13 = experts.dense("w13"), experts.bias.get("w13")
+    if spec.interleaved:
+        w13 = torch.cat([w13[:, ::2], w13[:, 1::2]], 1)
+        b13 = torch.cat([b13[:, ::2], b13[:, 1::2]], 1)
+    return reference.oracle_moe(
+        x,
+        weights,
+        ids,
+        expert_map,
+        w13,
+        b13,
+        experts.dense("w2"),
+        experts.bias.get("w2"),
+        activation=spec.code,
+        alpha=spec.alpha,
+        beta=spec.beta,
+        limit=spec.limit,
+        router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+
+
+@pytest.fixture(scope="module")
+def silu():
+    """A plain layer with its experts, loaded once."""
+    experts = Experts(SIZES)
+    with engine():
+        return ready(experts), experts
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations(name, dtype):
+    kwargs = {"activation": name} | ACTIVATIONS[name]
+    experts = Experts(SIZES, gated=not name.endswith("no_mul"))
+    with engine():
+        layer = ready(experts, dtype=dtype, **kwargs)
+    x, weights, ids = routing(9, SIZES)
+    x = x.to(dtype)
+    y = apply(layer, x, weights, ids)
+    assert y.dtype == dtype
+    assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_gpt_oss(tokens):
+    experts = Experts(SIZES, bias=True)
+    with engine():
+        layer = ready(experts, checkpoint=GPT_OSS, has_bias=True, activation="swigluoai")
+    spec = layer.quant_method.activation
+    assert (spec.alpha, spec.beta, spec.limit, spec.interleaved) == (1.702, 1.0, 7.0, True)
+    x, weights, ids = routing(tokens, SIZES)
+    assert relative_error(apply(layer, x, weights, ids), oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_no_tokens(silu):
+    layer, _ = silu
+    y = apply(layer, torch.empty(0, 96).bfloat16(), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int32))
+    assert y.shape == (0, 96)
+    assert y.dtype == torch.bfloat16
+
+
+def test_ids_of_nobody_give_exact_zeros_and_inputs_stay(silu):
+    layer, experts = silu
+    x, weights, ids = routing(16, SIZES)
+    ids[:8] = -1
+    ids[9, 0] = -1
+    ids[10, 1] = 1000
+    x[:8] = float("nan")  # rows that belong to no expert may hold anything
+    before = [t.clone() for t in (x, weights, ids)]
+    y = apply(layer, x, weights, ids)
+    assert torch.equal(y[:8], torch.zeros(8, 96).bfloat16())
+    assert relative_error(y[8:], oracle(layer, experts, x[8:], weights[8:], ids[8:])) < 4e-3
+    for now, then in zip((x, weights, ids), before, strict=True):
+        assert torch.equal(now.nan_to_num(9.0), then.nan_to_num(9.0))
+    everyone_away = apply(layer, x, weights, torch.full_like(ids, -1))
+    assert not everyone_away.any()
+
+
+def test_ids_may_be_int64_and_x_strided(silu):
+    layer, _ = silu
+    x, weights, ids = routing(5, SIZES)
+    wide = torch.cat([x, x], 1)[:, :96]
+    assert torch.equal(apply(layer, wide, weights.double(), ids.long()), apply(layer, x, weights, ids))
+    assert layer.quant_method.topk_indices_dtype == torch.int32
+
+
+def test_repeated_ids_count_twice(silu):
+    layer, experts = silu
+    x, weights, ids = routing(6, SIZES)
+    ids[:, 1] = ids[:, 0]
+    assert relative_error(apply(layer, x, weights, ids), oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_expert_map(silu, monkeypatch):
+    layer, experts = silu
+    expert_map = torch.tensor([-1, -1, 2, 3, 0, 1, -1, -1], dtype=torch.int32)
+    monkeypatch.setattr(type(layer), "expert_map", property(lambda self: expert_map))
+    x, weights, ids = routing(40, Sizes(experts=8))
+    y = apply(layer, x, weights, ids)
+    assert relative_error(y, oracle(layer, experts, x, weights, ids, expert_map)) < 4e-3
+
+
+def test_router_weight_on_input():
+    sizes = Sizes(top_k=1)
+    experts = Experts(sizes)
+    with engine():
+        layer = ready(experts, sizes=sizes, apply_router_weight_on_input=True)
+    x, weights, ids = routing(7, sizes)
+    weights = weights * 0.375
+    assert relative_error(apply(layer, x, weights, ids), oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_fp16_and_bf16_layers_differ_only_in_rounding():
+    experts, outputs = Experts(SIZES), []
+    x, weights, ids = routing(5, SIZES)
+    for dtype in (torch.bfloat16, torch.float16):
+        with engine():
+            outputs.append(apply(ready(experts, dtype=dtype), x.to(dtype), weights, ids))
+    assert relative_error(outputs[0], outputs[1]) < 8e-3
+
+
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, None])
+def test_dummy_weights(checkpoint):
+    """What vLLM's dummy loader leaves in the parameters, in any version, ends in finite, non-zero weights."""
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    kwargs = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
+    with engine(load_format="dummy"):
+        layer = build(checkpoint, SIZES, **kwargs)
+        for param in layer.state_dict().values():
+            initialize_single_dummy_weight(param)
+        layer.w2_packed.data.random_(0, 256)
+        finish(layer)
+        y = apply(layer, *routing(64, SIZES))
+    assert torch.isfinite(y).all()
+    assert y.any()
+    assert torch.equal(layer.w13_row_scale, torch.ones_like(layer.w13_row_scale))
+
+
+def test_parameters_filled_in_place(caplog):
+    """A benchmark that fills every parameter (shared protocol: uint8 scales 118..121, other uint8 anything)."""
+    with engine():
+        layer = build(CT_MXFP4, SIZES)
+        for name, param in layer.named_parameters():
+            if param.dtype == torch.uint8 and "scale" in name:
+                param.data.random_(118, 122)
+            elif param.dtype == torch.uint8:
+                param.data.random_(0, 256)
+            elif param.dtype == torch.bfloat16:
+                param.data.normal_(std=0.02)
+        codes = layer.w13_packed[..., :CODE_BYTES].clone()
+        finish(layer)
+        y = apply(layer, *routing(64, SIZES))
+    assert torch.isfinite(y).all()
+    assert torch.equal(layer.w13_packed[..., :CODE_BYTES], codes)
+
+
+def test_restored_state_stays_bit_for_bit(silu):
+    loaded, _ = silu
+    state = {name: tensor.clone() for name, tensor in loaded.named_parameters()}
+    with engine():
+        layer = build(CT_MXFP4, SIZES)
+        for name, tensor in state.items():
+            getattr(layer, name).data.copy_(tensor)
+        finish(layer)
+    for name, tensor in state.items():
+        assert torch.equal(getattr(layer, name), tensor)
+
+
+def test_summary_line_counts_layers(monkeypatch):
+    from vllm_humming.moe import method
+
+    lines = []
+    monkeypatch.setattr(method.logger, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(method._Tally, "built", 0)
+    monkeypatch.setattr(method._Tally, "ready", 0)
+    with engine():
+        layers = [build(CT_MXFP4, SIZES, name=f"model.layers.{n}.mlp.experts") for n in range(2)]
+        for layer in layers:
+            load_split(layer, Experts(SIZES))
+            finish(layer)
+    assert lines == [
+        f"vllm-humming {vllm_humming.__version__}: 2 MoE layers run through vllm_humming "
+        + "(MXFP4 experts, reference path)"
+    ]
+
+
+def fake_moe(**changes):
+    parallel = SimpleNamespace(use_all2all_kernels=False, all2all_backend="allgather_reducescatter", enable_eplb=False)
+    vars(parallel).update(changes.pop("parallel", {}))
+    return SimpleNamespace(
+        **{"is_lora_enabled": False, "moe_parallel_config": parallel, "intermediate_size": 2880, "tp_size": 1} | changes
+    )
+
+
+def method_for(moe):
+    from vllm_humming.moe.method import HummingMxfp4MoEMethod
+    from vllm_humming.options import HummingOptions
+    from vllm_humming.quant_methods.formats import ONLINE
+
+    return HummingMxfp4MoEMethod(moe, ONLINE["mxfp4"], HummingOptions(), "model.layers.5.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_lora_enabled": True}, "LoRA on experts"),
+        ({"parallel": {"enable_eplb": True}}, "EPLB"),
+        (
+            {"parallel": {"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}},
+            "all-to-all backend 'deepep_low_latency'.*allgather_reducescatter",
+        ),
+    ],
+)
+def test_what_the_method_does_not_do_is_refused_by_layer(changes, message):
+    with pytest.raises(NotImplementedError, match=rf"model\.layers\.5\.mlp\.experts: .*{message}"):
+        method_for(fake_moe(**changes))
+
+
+def test_allgather_backend_is_accepted():
+    method_for(fake_moe(parallel={"use_all2all_kernels": True}))
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(1, 2880), (2, 1440), (4, 736), (8, 384)])
+def test_a_rank_holds_whole_scale_groups(tp, expected):
+    method = method_for(fake_moe(tp_size=tp))
+    assert method.maybe_roundup_sizes(2880, 2880 // tp, torch.bfloat16, None) == (2880, expected)
+
+
+def test_sizes_that_cut_a_scale_group_are_refused():
+    with engine(), pytest.raises(ValueError, match=r"hidden_size to be a multiple of 32, found 80"):
+        build(CT_MXFP4, Sizes(hidden=80))
+    with engine(), pytest.raises(ValueError, match=r"intermediate_size to be a multiple of 32, found 100"):
+        build(CT_MXFP4, Sizes(intermediate=100))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_no_mul", "relu2", "swiglustep"])
+def test_other_activations_are_refused_by_layer(activation):
+    with engine(), pytest.raises(ValueError, match=rf"mlp\.experts: .*no activation '{activation}'; it has silu,"):
+        build(CT_MXFP4, SIZES, activation=activation)
+
+
+def test_swiglu_parameters_come_from_the_layer_then_the_model(monkeypatch):
+    from vllm.model_executor.layers.fused_moe import MoEActivation
+
+    moe = SimpleNamespace(activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, swiglu_alpha=1.5)
+    layer = SimpleNamespace(swiglu_limit=7.0)
+    monkeypatch.setattr(compat, "hf_text_config", lambda: None)
+    with pytest.raises(ValueError, match=r"layer 3: activation 'swigluoai_uninterleave' needs swiglu_beta"):
+        activation_spec(layer, moe, "layer 3")
+    monkeypatch.setattr(compat, "hf_text_config", lambda: SimpleNamespace(swiglu_beta=0.25, swiglu_limit=3.0))
+    spec = activation_spec(layer, moe, "layer 3")
+    assert (spec.alpha, spec.beta, spec.limit, spec.interleaved) == (1.5, 0.25, 7.0, False)
+    moe.activation, layer.swiglu_limit = MoEActivation.SILU, None
+    monkeypatch.setattr(compat, "hf_text_config", lambda: None)
+    assert activation_spec(layer, moe, "layer 3") == (reference.Activation.SWIGLU, 1.0, 0.0, math.inf, False)
