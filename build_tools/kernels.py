@@ -251,6 +251,8 @@ def main() -> None:
             print(build())
     except Unavailable as error:
         raise SystemExit(f"vllm-humming: kernels not built: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"vllm-humming: kernels not built: {error.cmd[0]} failed, see its output above") from error
 
 
 if __name__ == "__main__":

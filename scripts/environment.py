@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,10 +42,10 @@ def run(*command: object) -> None:
     subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
 
 
-def pip(python: Path, *arguments: object) -> None:
+def pip(python: Path, *arguments: object, env: dict[str, str] | None = None) -> None:
     """pip install; its words are shown only if it fails (it complains about the requirements left out on purpose)."""
     command = [str(part) for part in (python, "-m", "pip", "install", "--quiet", *arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     if done.returncode:
         log(done.stdout)
         done.check_returncode()
@@ -93,11 +94,10 @@ def ensure(flavour: str) -> Path:
         else:
             pip(python, engine)
         pip(python, "setuptools>=77", *extras["dev"])
-        build_kernels(python, fetch=flavour == "cuda")
-        pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT)
+        # The kernels are built in place, below, so the install need not build them.
+        pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT, env=os.environ | {kernels.SWITCH: "0"})
         stamp.write_text(key)
-    else:
-        build_kernels(python, fetch=flavour == "cuda")
+    build_kernels(python, fetch=flavour == "cuda")
     return python
 
 
