@@ -39,4 +39,5 @@ case $found in
   "$version "*"$site"*) echo "layer-level tests with vLLM $found" ;;
   *) echo "expected vLLM $version from $site, found $found" >&2; exit 1 ;;
 esac
-"$python" -m pytest -q tests/test_plugin.py tests/test_config.py tests/test_loading.py tests/test_method.py "$@"
+"$python" -m pytest -q tests/test_plugin.py tests/test_config.py tests/test_loading.py \
+  tests/test_loading_models.py tests/test_method.py "$@"

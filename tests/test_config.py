@@ -120,6 +120,17 @@ def test_quantised_linears_and_kv_cache_stay_with_vllm(monkeypatch):
     assert asked == ["model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.attn"]
 
 
+def test_quantised_linear_without_a_gpu_is_a_clear_error():
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    config = quant_config(CT_MXFP4)
+    with (
+        engine(),
+        pytest.raises(ValueError, match=r"self_attn\.o_proj: vLLM itself runs .* without a GPU: Failed to find"),
+    ):
+        ReplicatedLinear(64, 64, bias=False, quant_config=config, prefix="model.layers.0.self_attn.o_proj")
+
+
 def test_ignored_experts_stay_with_vllm(monkeypatch):
     base = compat.base_config_class("compressed-tensors")
     config = quant_config(_ct(ignore=["re:.*experts.*"]))

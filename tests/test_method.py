@@ -303,3 +303,41 @@ def test_swiglu_parameters_come_from_the_layer_then_the_model(monkeypatch):
     moe.activation, layer.swiglu_limit = MoEActivation.SILU, None
     monkeypatch.setattr(compat, "hf_text_config", lambda: None)
     assert activation_spec(layer, moe, "layer 3") == (reference.Activation.SWIGLU, 1.0, 0.0, math.inf, False)
+
+
+def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch):
+    """The branch of a GPU, on the op's CPU implementation: scratch from the workspace manager, tiles from select()."""
+    import vllm_humming.moe.method as method_module
+    from vllm_humming.moe import schedule
+
+    asked, scratch = [], torch.empty(64, dtype=torch.uint8)
+    monkeypatch.setattr(compat, "workspace", lambda shape, dtype: asked.append((shape, dtype)) or scratch)
+    monkeypatch.setattr(schedule, "select", lambda *shape: asked.append(shape) or (3, 4))
+    moe, passed = torch.ops.vllm_humming.moe, []
+    fake_ops = SimpleNamespace(
+        moe=lambda *args: passed.append(args) or moe(*args), moe_workspace_bytes=lambda *shape: sum(shape)
+    )
+    experts = Experts(SIZES)
+    with engine():
+        layer = ready(experts)
+    layer.quant_method.backend = "kernel"
+    monkeypatch.setattr(method_module, "torch", SimpleNamespace(**vars(torch) | {"ops": SimpleNamespace()}))
+    monkeypatch.setattr(method_module.torch.ops, "vllm_humming", fake_ops, raising=False)
+    x, weights, ids = routing(5, SIZES)
+    y = apply(layer, x, weights, ids)
+    shape = (5, 2, 4, 96, 256)  # tokens, top-k, local experts, hidden, padded intermediate
+    assert set(asked) == {shape, ((sum(shape),), torch.uint8)}
+    assert passed[0][10] is scratch
+    assert passed[0][12:] == (0, 0, 1.0, 0.0, math.inf, False, 3, 4)
+    assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_workspace_is_vllms(monkeypatch):
+    from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # needs a GPU
+    if not is_workspace_manager_initialized():
+        init_workspace_manager(torch.device("cpu"))
+    large = compat.workspace((1024,), torch.uint8)
+    assert compat.workspace((512,), torch.uint8).data_ptr() == large.data_ptr()
+    assert large.shape == (1024,)

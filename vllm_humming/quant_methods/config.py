@@ -96,7 +96,16 @@ class ShadowMixin:
             scheme = self.checkpoint_format.expert_scheme(self, layer, prefix)
             if scheme is not None:
                 return _moe_method(layer, scheme, prefix)
-        method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        try:
+            method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        except ValueError as error:
+            if compat.is_linear(layer) and compat.platform().kind != "cuda":
+                raise ValueError(
+                    f"{prefix}: vLLM itself runs the quantised linear layers of a {self.checkpoint_format.label} "
+                    f"checkpoint, and refuses this one without a GPU: {error} Checkpoints that quantise the experts "
+                    "alone (the rest under their ignore list) run here"
+                ) from error
+            raise
         return method
 
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real models, loaders and checkpoint files, up to the packed weights. Attention is left out."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layers import engine
+from safetensors.torch import load_file
+
+import vllm_humming
+from vllm_humming.checkpoints import write_checkpoint
+from vllm_humming.moe import packing
+
+MODELS = {"qwen3-mxfp4": "qwen3_moe", "gpt-oss-mxfp4": "gpt_oss", "qwen3-bf16": "qwen3_moe"}
+
+
+class NoAttention(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+def load_model(directory, kind, monkeypatch, load_format="auto"):
+    """The MoE layers of the model that vLLM builds and loads from a directory."""
+    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    vllm_humming.register()
+    monkeypatch.setattr(importlib.import_module(f"vllm.model_executor.models.{MODELS[kind]}"), "Attention", NoAttention)
+    model_config = ModelConfig(str(directory), quantization="humming", dtype="bfloat16", enforce_eager=True)
+    load_config = LoadConfig(load_format=load_format)
+    config = VllmConfig(model_config=model_config, device_config=DeviceConfig(device="cpu"), load_config=load_config)
+    with engine():  # parallel groups
+        pass
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        model = initialize_model(config)
+        get_model_loader(load_config).load_weights(model, model_config)
+        process_weights_after_loading(model, model_config, torch.device("cpu"))
+    return [
+        module
+        for module in model.modules()
+        if type(getattr(module, "quant_method", None)).__name__ == "HummingMxfp4MoEMethod"
+    ]
+
+
+def twin_experts(directory, layer, experts):
+    """Per expert (w13 [2I, H] gate then up, w2 [H, I], b13, b2) of a dequantised checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    prefix = f"model.layers.{layer}.mlp.experts."
+    for e in range(experts):
+        if f"{prefix}gate_up_proj" in tensors:
+            w13, b13 = tensors[f"{prefix}gate_up_proj"][e].T, tensors[f"{prefix}gate_up_proj_bias"][e]
+            w2, b2 = tensors[f"{prefix}down_proj"][e].T, tensors[f"{prefix}down_proj_bias"][e]
+            yield torch.cat([w13[::2], w13[1::2]]), w2, torch.cat([b13[::2], b13[1::2]]), b2
+        else:
+            names = [f"{prefix}{e}.{name}_proj.weight" for name in ("gate", "up", "down")]
+            yield torch.cat([tensors[name] for name in names[:2]]), tensors[names[2]], None, None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "model", kind, twin=tmp_path / "twin", seed=3)
+    layers = load_model(tmp_path / "model", kind, monkeypatch)
+    assert len(layers) == 2
+    for index, layer in enumerate(layers):
+        for e, (w13, w2, b13, b2) in enumerate(twin_experts(tmp_path / "twin", index, layer.local_num_experts)):
+            for projection, weight, bias in (("w13", w13, b13), ("w2", w2, b2)):
+                packed = packing.PackedProjection(
+                    getattr(layer, f"{projection}_packed"),
+                    getattr(layer, f"{projection}_row_scale"),
+                    getattr(layer, f"{projection}_packed_bias", None),
+                )
+                found, found_bias = packing.unpack_expert(
+                    packed,
+                    e,
+                    dtype=torch.bfloat16,
+                    k=weight.shape[1],
+                    out_features=weight.shape[0],
+                    gated=projection == "w13",
+                )
+                assert torch.equal(found, weight.float())
+                assert (found_bias is None) if bias is None else torch.equal(found_bias, bias.float())
+
+
+def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    write_checkpoint(tmp_path, "qwen3-mxfp4", seed=3)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t for n, t in tensors.items() if "layers.1.mlp.experts.5.up_proj.weight_s" not in n}, file)
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.experts: .*lacks 1 tensors.*expert 5 w3_weight_scale"
+    ):
+        load_model(tmp_path, "qwen3-mxfp4", monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss-mxfp4", "qwen3-bf16"])
+def test_dummy_loader(kind, tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, kind, seed=3)
+    for layer in load_model(tmp_path, kind, monkeypatch, load_format="dummy"):
+        method = layer.quant_method
+        x = torch.randn(16, layer.hidden_size).bfloat16()
+        ids = torch.randint(0, layer.global_num_experts, (16, 2), dtype=torch.int32)
+        y = method.apply(layer, x, torch.full((16, 2), 0.5), ids, None, None)
+        assert torch.isfinite(y).all()
+        assert y.any()
+
+
+def test_load_format_is_seen_where_layers_are_built(monkeypatch):
+    from vllm_humming import compat
+
+    monkeypatch.setattr(
+        compat, "current_config", lambda: SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    )
+    assert compat.uses_dummy_weights()
