@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the weight loader accepts, what it refuses, and what ends up in the packed parameters."""
 
+import itertools
+
 import pytest
 import torch
 from layers import CT_MXFP4, GPT_OSS, Experts, Sizes, build, engine, finish, load_one, load_split, load_stacked
@@ -126,6 +128,31 @@ def test_nothing_is_held_back(layer):
     assert held[-1] == 0
     finish(layer)
     assert layer.quant_method._loader is None
+
+
+def allocation_peak(action):
+    """The most bytes that were allocated at once, and those still allocated after, while action ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        action()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    total = list(itertools.accumulate(sizes))
+    return max(total), total[-1]
+
+
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS])
+def test_load_peak_does_not_grow_with_the_experts(checkpoint):
+    """Beyond the preallocated parameters a load takes a few times one expert, and keeps nothing."""
+    sizes = Sizes(experts=64, hidden=512, intermediate=256)
+    with engine():
+        layer = build(checkpoint, sizes, **(GPT_OSS_LAYER if checkpoint is GPT_OSS else {}))
+    experts = Experts(sizes, bias=checkpoint is GPT_OSS)
+    load = load_stacked if checkpoint is GPT_OSS else load_split
+    load(layer, experts)  # index tables of the packing are made once
+    one_expert = sum(p[0].numel() * p.element_size() for p in layer.parameters() if p.numel())
+    peak, kept = allocation_peak(lambda: load(layer, experts))
+    assert peak < 6 * one_expert
+    assert kept == 0
 
 
 def test_missing_tensors_are_named(layer):

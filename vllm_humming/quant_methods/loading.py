@@ -4,8 +4,9 @@
 The packed parameters [E, ...] are allocated once, at their final size. vLLM's model code sees empty placeholder
 parameters under the checkpoint's names, whose weight_loader ends here. A checkpoint tensor is sliced for this rank and
 kept, as a view of what the loader handed over, only until the projection of its expert is complete; then that one
-expert is moved to the device, packed and let go. So device memory peaks at the packed size plus one expert, also for
-checkpoints that fuse all experts into one tensor (they stay in host memory until their scales and biases are there).
+expert is moved to the device, packed and let go. So device memory peaks at the packed size plus the work of packing
+one expert (a few times its size), whatever the number of experts, also for checkpoints that fuse all experts into one
+tensor (they stay in host memory until their scales and biases are there).
 """
 
 from dataclasses import dataclass
