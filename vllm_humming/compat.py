@@ -106,12 +106,6 @@ def hf_text_config() -> Any:
     return getattr(model_config, "hf_text_config", None)
 
 
-def moe_base_class() -> type:
-    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
-
-    return FusedMoEMethodBase
-
-
 def is_routed_experts(layer: torch.nn.Module) -> bool:
     """Whether layer is vLLM's holder of routed expert weights."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
