@@ -92,6 +92,7 @@ def machine(monkeypatch):
     def configure(*, nvcc: bool, torch: bool, driver: bool) -> None:
         monkeypatch.setattr(kernels, "find_nvcc", lambda: (Path("nvcc"), (13, 0)) if nvcc else None)
         monkeypatch.setattr(kernels, "find_torch", lambda: Path("torch") if torch else None)
+        monkeypatch.setattr(kernels, "sources", lambda: [Path("kernel.cu")])
         driver_path = Path("/proc/driver/nvidia")
         monkeypatch.setattr(Path, "exists", lambda path: driver if path == driver_path else exists(path))
 
