@@ -135,8 +135,8 @@ def test_compiled_library_loads_and_has_the_schedules_tiles():
         "import torch; from vllm_humming import ops; from vllm_humming.moe import schedule; "
         "ops.load_kernels(); ops.load_kernels(); "
         "field = torch.ops.vllm_humming.tile_field; "
-        "compiled = [tuple(field(t, i) for i in (2, 0, 1)) for t in range(field(-1, 0))]; "
-        "assert compiled == [(t.blocks, t.max_width, t.width_step) for t in schedule.TILES], compiled; "
+        "compiled = [(field(t, 0), tuple(field(t, 6 + i) for i in range(field(t, 5)))) for t in range(field(-1, 0))]; "
+        "assert compiled == [(t.blocks, t.widths) for t in schedule.TILES], compiled; "
         "sizes = [torch.ops.vllm_humming.moe_workspace_bytes(m, 8, 128, 2048, 768) for m in range(0, 40000, 97)]; "
         "assert sizes == sorted(sizes)"
     )

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped GEMM with 4-bit weights, swap-AB: D[weight rows x tokens] = W[rows x K] * X[tokens x K]^T.
+//
+//   producer warps              consumer warpgroups (kWarpgroups, each kBlocks blocks of 64 weight rows)
+//   --------------              ------------------------------------------------------------------------
+//   tile info ----------------> info_full[2]: expert, rows, slots, router weights, row scales, bias
+//   bulk copy of packed W ----> full[stage]:  load codes, decode to registers --> wgmma (A registers, B tokens)
+//   tensor copy or gather of X                release empty[stage]
+//                               epilogue: scale, bias, activation | router weight --> bulk store; release info_empty[2]
+//
+// Persistent CTAs walk (token tile, column tile) pairs. The ring of stages runs on across tiles, so the next tile's weights arrive
+// during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the token width that its list
+// entry names, one of the configuration's Widths.
+#pragma once
+#include "epilogue.cuh"
+#include "mainloop.cuh"
+#include "producer.cuh"
+
+namespace vllm_humming::gemm {
+
+// Runs the tile with the narrowest compiled width that holds it.
+template <typename T, typename C, Stage S, int I = 0>
+__device__ __forceinline__ void run_tile(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, const TileInfo<C>& info,
+                                         const TokenTile& tile, int warpgroup, int block0, int& store_buffer) {
+  constexpr int N = C::W::kAt[I];
+  if constexpr (I + 1 < C::W::kCount) {
+    if (tile.width > N) return run_tile<T, C, S, I + 1>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
+  }
+  float acc[C::kBlocks][N / 2] = {};  // zeroed here: an undefined start would keep every width's registers live across tiles
+  if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
+  else multiply_wide<T, C, N>(p, s, ring, warpgroup, acc);
+  store<T, C, S, N>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+}
+
+template <typename T, typename C, Stage S>
+__device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, int warpgroup) {
+  Ring<C::kStages> ring;
+  Ring<2> infos;
+  int store_buffer = 0;
+  while (true) {
+    const TileInfo<C> info(s, infos.at);
+    ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
+    const uint4 header = ptx::load_shared_16(info.at);
+    const TokenTile tile = {int(header.x), int(header.y), int(header.z), int(header.w)};
+    if (tile.expert < 0) break;
+    const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
+    if (block0 < p.row_blocks) run_tile<T, C, S>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
+    else skip_tile<C>(p, s, ring);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    infos.next();
+  }
+  ptx::bulk_store_wait();  // the staging buffers must outlive their stores
+}
+
+template <typename T, typename C, Stage S>
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ uint8_t shared_raw[];
+  const Shared s = carve<C>(ptx::smem_address(shared_raw));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) {
+      ptx::mbarrier_init(s.full + i * 8, kGathers<C, S> ? 1 + C::kProducers : 1);
+      ptx::mbarrier_init(s.empty + i * 8, C::kConsumers / 32);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(s.info_full + i * 8, C::kProducers);
+      ptx::mbarrier_init(s.info_empty + i * 8, C::kConsumers / 32);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= C::kConsumers) {
+    if constexpr (C::kSplitRegisters) ptx::registers_release<56>();
+    produce<C, S>(p, &map, s, threadIdx.x - C::kConsumers);
+  } else {
+    if constexpr (C::kSplitRegisters) ptx::registers_acquire<224>();
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();  // after the wait: the next kernel may read what this one's predecessors wrote
+    consume<T, C, S>(p, s, threadIdx.x / 128);
+  }
+}
+
+}  // namespace vllm_humming::gemm

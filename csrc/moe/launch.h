@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host side of the kernels: launches, the tile table, errors. Knows nothing of torch.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include "params.h"
+
+namespace vllm_humming {
+
+inline void check(cudaError_t e, const char* what) {
+  if (e != cudaSuccess) throw std::runtime_error(std::string("vllm_humming: could not ") + what + ": " + cudaGetErrorString(e));
+}
+
+// Launches with programmatic stream serialization: the kernel starts early and waits with griddepcontrol.wait.
+template <typename... Args>
+void launch(void (*kernel)(Args...), int grid, int threads, int shared, cudaStream_t stream, const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, args...), "launch a kernel");
+}
+
+enum class DType : int { kBf16 = 0, kFp16 = 1 };
+
+// Tensor map of a row-major [rows, columns] matrix of 16-bit values: boxes of box_rows x 64 columns, 128-byte swizzle.
+CUtensorMap token_map(DType dtype, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
+
+// One compiled tile. `launch` sizes the grid by the most tiles there can be.
+struct Tile {
+  WidthList widths;
+  int blocks, ctas, stages, threads, shared_bytes;
+  bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
+  // x_rows: rows that p.x holds, where it is read by tensor copies.
+  void (*launch)(DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
+};
+const Tile& tile_at(int64_t index);  // throws std::out_of_range
+int64_t tile_total();
+
+int route_blocks(int64_t entries);
+void launch_route(const RouteParams&, cudaStream_t);
+void launch_permute(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
+void launch_reduce(DType, const ReduceParams&, cudaStream_t);
+
+}  // namespace vllm_humming

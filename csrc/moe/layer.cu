@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// Carves the workspace and launches route, up GEMM, down GEMM and reduce. Nothing here allocates or synchronises.
+#include <algorithm>
+#include "../mma/chunk.h"
+#include "../ptx/ptx.cuh"
+#include "layer.h"
+
+namespace vllm_humming {
+namespace {
+
+constexpr int64_t kAlign = 256;
+int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+struct Workspace {
+  int64_t h, y, slots, row_weight, counts, block_base, tile_counts, tiles[2], bytes;
+
+  explicit Workspace(const LayerShape& s) {
+    const int64_t tokens = std::min(s.tokens, kChunkTokens), entries = tokens * s.top_k;
+    const int64_t tiles_most = std::min(entries, s.experts + entries / 16) + 1;  // no tile's widest is under 16
+    int64_t at = 0;
+    auto take = [&](int64_t size) { const int64_t offset = at; at += aligned(size); return offset; };
+    h = take(entries * s.intermediate * 2);
+    y = take(entries * s.hidden * 2);
+    slots = take(entries * 4);
+    row_weight = take(entries * 4);
+    counts = take((s.experts + 1) * 4);
+    block_base = take(route_blocks(entries) * s.experts * 4);
+    tile_counts = take(12);
+    for (auto& t : tiles) t = take(tiles_most * sizeof(TokenTile));
+    bytes = at;
+  }
+};
+
+// Most token tiles that `entries` routed rows can form.
+int64_t most_token_tiles(const Tile& tile, int64_t entries, int64_t experts) {
+  return std::min(entries, std::min(experts, entries) + entries / tile.widths.max());
+}
+
+void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, cudaStream_t stream) {
+  const LayerShape& s = a.shape;
+  const int64_t entries = tokens * s.top_k;
+  const Tile &up = tile_at(a.tile_up), &down = tile_at(a.tile_down);
+  uint8_t* w = a.workspace;
+  const int* ids = a.topk_ids + first * s.top_k;
+  const int element = 2;
+
+  RouteParams route = {};
+  route.topk_ids = ids;
+  route.topk_weights = a.topk_weights + first * s.top_k;
+  route.expert_map = a.expert_map;
+  route.entries = int(entries);
+  route.top_k = int(s.top_k);
+  route.global_experts = int(s.global_experts);
+  route.local_experts = int(s.experts);
+  route.slots = reinterpret_cast<int*>(w + ws.slots);
+  route.row_weight = reinterpret_cast<float*>(w + ws.row_weight);
+  route.counts = reinterpret_cast<int*>(w + ws.counts);
+  route.block_base = reinterpret_cast<int*>(w + ws.block_base);
+  route.tile_counts = reinterpret_cast<int*>(w + ws.tile_counts);
+  for (int i = 0; i < 2; ++i) {
+    route.tiles[i] = reinterpret_cast<TokenTile*>(w + ws.tiles[i]);
+    route.widths[i] = (i ? down : up).widths;
+  }
+  launch_route(route, stream);
+  // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
+  const void* x = static_cast<const uint8_t*>(a.x) + first * s.hidden * element;
+  if (up.sorted_tokens) {
+    launch_permute(x, w + ws.y, route, s.hidden, stream);
+    x = w + ws.y;
+  }
+
+  GemmParams g = {};
+  g.packed = a.up.packed;
+  g.row_scale = a.up.row_scale;
+  g.bias = a.up.bias;
+  g.x = x;
+  g.out = w + ws.h;
+  g.tiles = route.tiles[0];
+  g.tile_count = route.tile_counts;
+  g.slots = route.slots;
+  g.row_weight = a.router_weight_on_input ? route.row_weight : nullptr;
+  g.row_blocks = int(s.intermediate * (s.gated ? 2 : 1) / kBlockRows);
+  g.k_blocks = int(blocks(s.hidden, kBlockK));
+  g.x_columns = g.x_stride = int(s.hidden);
+  g.out_columns = g.out_stride = int(s.intermediate);
+  g.top_k = int(s.top_k);
+  g.column_tiles = int(blocks(g.row_blocks, up.blocks));
+  // A weight tile is read once a token tile: worth keeping in L2 only where an expert has several.
+  g.evict_first = entries <= s.experts * up.widths.max();
+  g.activation = a.activation;
+  g.alpha = a.alpha;
+  g.beta = a.beta;
+  g.limit = a.limit;
+  up.launch(a.dtype, Stage::kUp, g, entries, most_token_tiles(up, entries, s.experts) * g.column_tiles, stream);
+
+  g.packed = a.down.packed;
+  g.row_scale = a.down.row_scale;
+  g.bias = a.down.bias;
+  g.x = w + ws.h;
+  g.out = w + ws.y;
+  g.tiles = route.tiles[1];
+  g.tile_count = route.tile_counts + 1;
+  g.row_weight = a.router_weight_on_input ? nullptr : route.row_weight;
+  g.row_blocks = int(blocks(s.hidden, kBlockRows));
+  g.k_blocks = int(s.intermediate / kBlockK);
+  g.x_columns = g.x_stride = int(s.intermediate);
+  g.out_columns = g.out_stride = int(s.hidden);
+  g.column_tiles = int(blocks(g.row_blocks, down.blocks));
+  g.evict_first = entries <= s.experts * down.widths.max();
+  down.launch(a.dtype, Stage::kDown, g, entries, most_token_tiles(down, entries, s.experts) * g.column_tiles, stream);
+
+  ReduceParams r = {};
+  r.y = w + ws.y;
+  r.out = static_cast<uint8_t*>(a.out) + first * s.hidden * element;
+  r.topk_ids = ids;
+  r.expert_map = a.expert_map;
+  r.tokens = int(tokens);
+  r.top_k = int(s.top_k);
+  r.columns = int(s.hidden);
+  r.global_experts = int(s.global_experts);
+  r.local_experts = int(s.experts);
+  launch_reduce(a.dtype, r, stream);
+}
+
+__global__ void plain_tiles(TokenTile* tiles, int* count, int tokens, WidthList widths) {
+  const int max_width = widths.max();
+  const int total = (tokens + max_width - 1) / max_width;
+  for (int i = threadIdx.x; i < total; i += blockDim.x) {
+    const int rows = min(max_width, tokens - i * max_width);
+    int width = 0;
+    while (widths.at[width] < rows) ++width;
+    tiles[i] = TokenTile{0, i * max_width, rows, widths.at[width]};
+  }
+  if (threadIdx.x == 0) *count = total;
+}
+
+// The down stage reads its tile list before it waits for the kernel ahead: that kernel must then be a later one than the list's.
+__global__ void settle(int) { ptx::grid_dependency_wait(); }
+
+}  // namespace
+
+int64_t workspace_bytes(const LayerShape& shape) { return Workspace(shape).bytes; }
+
+void run_layer(const LayerArgs& a, cudaStream_t stream) {
+  const Workspace ws(a.shape);
+  for (int64_t first = 0; first < a.shape.tokens; first += kChunkTokens)
+    run_chunk(a, ws, first, std::min(kChunkTokens, a.shape.tokens - first), stream);
+}
+
+void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
+               int64_t row_blocks, int64_t tile_index, uint8_t* scratch, cudaStream_t stream) {
+  const Tile& tile = tile_at(tile_index);
+  GemmParams g = {};
+  g.packed = w.packed;
+  g.row_scale = w.row_scale;
+  g.bias = w.bias;
+  g.x = x;
+  g.out = out;
+  g.tile_count = reinterpret_cast<int*>(scratch);
+  g.tiles = reinterpret_cast<TokenTile*>(scratch + kAlign);
+  g.row_blocks = int(row_blocks);
+  g.k_blocks = int(k_blocks);
+  g.x_columns = g.x_stride = int(k);
+  g.out_columns = g.out_stride = int(out_features);
+  g.top_k = 1;
+  g.column_tiles = int(blocks(row_blocks, tile.blocks));
+  const int64_t token_tiles = blocks(tokens, tile.widths.max());
+  if (kAlign + token_tiles * int64_t(sizeof(TokenTile)) > kPlainScratchBytes) throw std::runtime_error("vllm_humming: too many tokens for gemm_plain");
+  plain_tiles<<<1, 256, 0, stream>>>(reinterpret_cast<TokenTile*>(scratch + kAlign), reinterpret_cast<int*>(scratch), int(tokens),
+                                     tile.widths);
+  check(cudaGetLastError(), "launch plain_tiles");
+  launch(settle, 1, 1, 0, stream, 0);
+  tile.launch(dtype, Stage::kDown, g, tokens, token_tiles * g.column_tiles, stream);
+}
+
+}  // namespace vllm_humming

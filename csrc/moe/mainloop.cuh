@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The consumers' main loop: weights from shared memory to registers, decoded, multiplied with the tokens of the stage.
+#pragma once
+#include "../mma/mma_sync.cuh"
+#include "../mma/mxfp4.cuh"
+#include "../mma/wgmma.cuh"
+#include "tile.cuh"
+
+namespace vllm_humming::gemm {
+
+// Addresses of this thread's codes and group scales within a chunk.
+struct Fragment {
+  uint32_t codes, scales;
+  __device__ __forceinline__ explicit Fragment(int thread) : codes(thread * 16), scales(kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 8) {}
+};
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// One tile of width N: acc[block][N / 2] = W * X^T over all K, by wgmma. The unit is one wgmma (64 rows x 16 K): issuing one blocks
+// the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them.
+template <typename T, typename C, int N>
+__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][N / 2]) {
+  const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
+  const Fragment at(thread);
+  uint32_t a[2][4];
+  uint32_t release = 0;
+  for (int kb = 0; kb < p.k_blocks; ++kb) {
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * kChunkBytes;
+    const uint32_t desc = ptx::wgmma_descriptor(s.tokens + ring.at * C::kTokenBytes);
+    uint2 scales[C::kBlocks];
+    uint4 codes[C::kBlocks];
+    uint32_t low[C::kBlocks], high[C::kBlocks];
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
+#pragma unroll
+    for (int unit = 0; unit < kBlockK / 16 * C::kBlocks; ++unit) {
+      const int step = unit / C::kBlocks, b = unit % C::kBlocks;
+      uint32_t(&fragment)[4] = a[unit % 2];
+      if (step % 4 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (step / 4) * (kCodeBytes / 2) + at.codes);
+      if (step % 2 == 0) {
+        low[b] = group_factor<T>(scales[b].x, step / 2);
+        high[b] = group_factor<T>(scales[b].y, step / 2);
+      }
+      decode<T>(word_of(codes[b], step % 4), low[b], high[b], fragment);
+      ptx::wgmma_fence();
+      Wgmma<T, N>::mma(acc[b], fragment, desc + ((step / 4) * (C::kMaxWidth * 128) + step % 4 * 32) / 16);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // the unit before is done: its fragment is free, and after the first unit so is the stage before
+      if (unit == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
+    }
+    release = s.empty + ring.at * 8;
+    ring.next();
+  }
+  ptx::wgmma_wait<0>();
+  if (lane == 0) ptx::mbarrier_arrive(release);
+}
+
+// The same by mma.sync, for narrow tiles, whose time is the decoding.
+template <typename T, typename C, int N>
+__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][N / 2]) {
+  const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
+  const Fragment at(thread);
+  // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
+  const uint32_t row = lane % 8 * 128, chunk = lane / 8, swizzle = lane % 8;
+  for (int kb = 0; kb < p.k_blocks; ++kb) {
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * kChunkBytes;
+    const uint32_t x = s.tokens + ring.at * C::kTokenBytes + row;
+    uint2 scales[C::kBlocks];
+    uint4 codes[C::kBlocks];
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
+#pragma unroll
+    for (int group = 0; group < kBlockK / 32; ++group) {
+      uint4 tokens[N / 8];
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j)
+        tokens[j] = ptx::load_matrix_4(x + group / 2 * (C::kMaxWidth * 128) + j * 1024 + (((group % 2 * 4 + chunk) ^ swizzle) << 4));
+#pragma unroll
+      for (int b = 0; b < C::kBlocks; ++b) {
+        if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
+        const uint32_t low = group_factor<T>(scales[b].x, group), high = group_factor<T>(scales[b].y, group);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t a[4];
+          decode<T>(word_of(codes[b], group % 2 * 2 + i), low, high, a);
+#pragma unroll
+          for (int j = 0; j < N / 8; ++j)
+            mma_sync(acc[b] + 4 * j, a, i ? tokens[j].z : tokens[j].x, i ? tokens[j].w : tokens[j].y, T());
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
+    ring.next();
+  }
+}
+
+// A warpgroup past the last weight row: keeps the ring turning and leaves the tensor cores to the others.
+template <typename C>
+__device__ __forceinline__ void skip_tile(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring) {
+#pragma unroll 1
+  for (int kb = 0; kb < p.k_blocks; ++kb) {
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
+    ring.next();
+  }
+}
+
+}  // namespace vllm_humming::gemm

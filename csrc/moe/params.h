@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of one MoE layer share. Rows: routed (token, k) pairs sorted by expert; slot = token * top_k + k.
+#pragma once
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace vllm_humming {
+
+enum class Activation : int { kSwiglu = 0, kGeluTanh = 1, kRelu2 = 2 };
+enum class Stage : int { kUp = 0, kDown = 1 };  // which GEMM of the layer
+
+// One token tile of one expert: rows [row, row + count), computed `width` tokens wide.
+struct __align__(16) TokenTile {
+  int expert, row, count, width;
+};
+
+// Token widths a tile is compiled for, ascending.
+struct WidthList {
+  int count, at[4];
+  __host__ __device__ int max() const { return at[count - 1]; }
+};
+
+struct GemmParams {
+  const uint8_t* packed;      // [E, row_blocks, k_blocks, kChunkBytes]
+  const float* row_scale;     // [E, row_blocks * 64]
+  const float* bias;          // the same, or null
+  const void* x;              // kUp: [tokens, x_stride]; kDown: [rows, x_stride]
+  void* out;                  // kUp: [rows, out_stride]; kDown: [slots, out_stride]
+  const TokenTile* tiles;
+  const int* tile_count;
+  const int* slots;           // [rows] slot of a row; null: slot = row
+  const float* row_weight;    // [rows] router weight, or null
+  int row_blocks, k_blocks;
+  int x_columns, x_stride;    // valid columns of x (the rest of K reads as zero)
+  int out_columns, out_stride;
+  int top_k;
+  int column_tiles;           // weight-row tiles: ceil(row_blocks / blocks a tile)
+  int evict_first;            // weights are read once: keep them out of L2's way
+  Activation activation;
+  float alpha, beta, limit;
+};
+
+struct RouteParams {
+  const int* topk_ids;        // [entries], entries = tokens * top_k
+  const float* topk_weights;  // [entries]
+  const int* expert_map;      // [global_experts] or null
+  int entries, top_k, global_experts, local_experts;
+  int* slots;                 // [entries]
+  float* row_weight;          // [entries]
+  int* counts;                // [local_experts + 1] scratch: counts, then a ticket
+  int* block_base;            // [blocks, local_experts] scratch of the large path
+  int* tile_counts;           // [3]: tiles of the up and the down GEMM, rows
+  TokenTile* tiles[2];
+  WidthList widths[2];        // of the up and the down GEMM's tile
+};
+
+struct ReduceParams {
+  const void* y;              // [tokens * top_k, columns]
+  void* out;                  // [tokens, columns]
+  const int* topk_ids;
+  const int* expert_map;
+  int tokens, top_k, columns, global_experts, local_experts;
+};
+
+// Local expert of a global id, or -1 when there is none here.
+__host__ __device__ inline int local_expert(int id, const int* expert_map, int global_experts, int local_experts) {
+  if (id < 0 || id >= global_experts) return -1;
+  const int local = expert_map ? expert_map[id] : id;
+  return local < local_experts ? local : -1;
+}
+
+}  // namespace vllm_humming

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer warps: tile infos, packed weights by bulk copy, tokens by tensor copy (sorted rows) or cp.async (gathered rows).
+#pragma once
+#include <cuda.h>
+#include <type_traits>
+#include "tile.cuh"
+
+namespace vllm_humming::gemm {
+
+// Waits for a free info buffer and fills it. Threads other than 0 only copy slots and router weights.
+template <typename C, Stage S>
+__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<2>& ring, const TokenTile& tile, int block0, int thread) {
+  const TileInfo<C> info(s, ring.at);
+  const uint32_t full = s.info_full + ring.at * 8;
+  ptx::mbarrier_wait(s.info_empty + ring.at * 8, ring.parity ^ 1);
+  for (int r = thread; r < tile.count; r += C::kProducers) {
+    const int row = tile.row + r;
+    if (S == Stage::kDown || kGathers<C, S>) ptx::store_shared_4(info.slots() + r * 4, p.slots ? p.slots[row] : row);
+    ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? p.row_weight[row] : 1.0f));
+  }
+  if (thread == 0) {
+    ptx::store_shared_16(info.at, make_uint4(tile.expert, tile.row, tile.count, tile.width));
+    ptx::store_shared_4(info.block(), block0);
+    if (tile.expert >= 0) {
+      const uint32_t bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
+      const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
+      ptx::mbarrier_arrive_expect_tx(full, p.bias ? 2 * bytes : bytes);
+      ptx::bulk_load(info.row_scale(), p.row_scale + first, bytes, full);
+      if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
+      return;
+    }
+  }
+  ptx::mbarrier_arrive(full);
+}
+
+template <typename C>
+__device__ __forceinline__ uint32_t load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
+                                                 uint64_t policy, uint32_t token_bytes) {
+  const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
+  const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * kChunkBytes;
+  const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
+  ptx::mbarrier_arrive_expect_tx(full, blocks * kChunkBytes + token_bytes);
+  for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * kChunkBytes, w + size_t(b) * p.k_blocks * kChunkBytes, kChunkBytes, full, policy);
+  return full;
+}
+
+// Tokens whose rows lie together: 64 columns x kBoxRows rows a copy, swizzled by the copy engine. Run by thread 0 alone.
+template <typename C>
+__device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
+  const uint32_t full = s.full + stage * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t dst = s.tokens + stage * C::kTokenBytes + half * (C::kMaxWidth * 128);
+    for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * 128, map, kb * kBlockK + half * 64, tile.row + r, full);
+  }
+}
+
+// Tokens gathered by slot. They reach shared memory by the generic proxy and wgmma reads them by the async proxy: each thread waits for
+// its own copies and fences before it arrives, one stage late so that it does not wait for the copies just issued.
+template <typename C>
+struct Gather {
+  static constexpr int kChunks = kBlockK * 2 / 16;                 // 16-byte chunks of a row's stage
+  static constexpr int kRowStep = C::kProducers / kChunks;
+  const int chunk, first_row;
+  uint32_t pending = 0;
+  __device__ __forceinline__ explicit Gather(int thread) : chunk(thread % kChunks), first_row(thread / kChunks) {}
+
+  // Slots to sources, in 16-byte units from p.x (32 bits reach 64 GiB).
+  __device__ __forceinline__ void prepare(const GemmParams& p, uint32_t slots, int count, int thread) {
+    named_barrier_producers();
+    for (int r = thread; r < count; r += C::kProducers)
+      ptx::store_shared_4(slots + r * 4, ptx::load_shared_4(slots + r * 4) / uint32_t(p.top_k) * uint32_t(p.x_stride / 8));
+    named_barrier_producers();
+  }
+  __device__ __forceinline__ void load(const GemmParams& p, const Shared& s, uint32_t sources, int count, int kb, int stage) {
+    const uint32_t dst = s.tokens + stage * C::kTokenBytes + (chunk / 8) * (C::kMaxWidth * 128);
+    const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
+    const uint4* x = static_cast<const uint4*>(p.x) + (valid ? kb * kChunks + chunk : 0);
+#pragma unroll 4
+    for (int r = first_row; r < count; r += kRowStep)
+      ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + ptx::load_shared_4(sources + r * 4), valid);
+    if constexpr (C::kMaxWidth <= C::kNarrow) {
+      ptx::copy16_arrive(s.full + stage * 8);                      // mma.sync reads them by the generic proxy too
+    } else {
+      ptx::copy16_commit();
+      announce<1>();
+      pending = s.full + stage * 8;
+    }
+  }
+  __device__ __forceinline__ void finish() { announce<0>(); }
+
+ private:
+  template <int StillInFlight>
+  __device__ __forceinline__ void announce() {
+    if (pending) {
+      ptx::copy16_wait<StillInFlight>();
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(pending);
+    }
+  }
+  static __device__ __forceinline__ void named_barrier_producers() {
+    if constexpr (C::kProducers == 32) __syncwarp();
+    else ptx::named_barrier<3>(C::kProducers);
+  }
+};
+
+template <typename C, Stage S>
+__device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
+  constexpr bool kGather = kGathers<C, S>;
+  const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+  // The down GEMM's tile list is older than the kernel before this one, so its first weights need not wait for that kernel's rows.
+  int ahead = 0;
+  if constexpr (S == Stage::kDown) {
+    if (thread == 0 && blockIdx.x < *p.tile_count * p.column_tiles) {
+      const TokenTile tile = p.tiles[blockIdx.x / p.column_tiles];
+      const uint32_t token_bytes = (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
+      ahead = min(C::kStages, p.k_blocks);
+      for (int kb = 0; kb < ahead; ++kb)
+        load_weights<C>(p, s, tile, blockIdx.x % p.column_tiles * C::kTileBlocks, kb, kb, policy, token_bytes);
+    }
+  }
+  ptx::grid_dependency_wait();
+  const int total = *p.tile_count * p.column_tiles;
+  Ring<C::kStages> ring;
+  Ring<2> infos;
+  Gather<C> gather(thread);
+  for (int t = blockIdx.x; t < total; t += gridDim.x) {
+    const TokenTile tile = p.tiles[t / p.column_tiles];
+    const int block0 = t % p.column_tiles * C::kTileBlocks;
+    publish<C, S>(p, s, infos, tile, block0, thread);
+    const uint32_t sources = TileInfo<C>(s, infos.at).slots();
+    infos.next();
+    const uint32_t token_bytes = kGather ? 0 : (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
+    if constexpr (kGather) gather.prepare(p, sources, tile.count, thread);
+    else if (thread > 0) continue;
+    for (int kb = 0; kb < p.k_blocks; ++kb) {
+      ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
+      if (ahead > 0) --ahead;
+      else if (thread == 0) load_weights<C>(p, s, tile, block0, kb, ring.at, policy, token_bytes);
+      if constexpr (kGather) gather.load(p, s, sources, tile.count, kb, ring.at);
+      else load_sorted<C>(map, s, tile, kb, ring.at);
+      ring.next();
+    }
+  }
+  if constexpr (kGather) gather.finish();
+  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, thread);   // no more tiles
+}
+
+}  // namespace vllm_humming::gemm

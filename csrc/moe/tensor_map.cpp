@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "launch.h"
+
+namespace vllm_humming {
+
+CUtensorMap token_map(DType dtype, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows) {
+  // From the driver at run time, so that the library needs no libcuda to link or load.
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = {};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result), "find cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  if (encode == nullptr) throw std::runtime_error("vllm_humming: this driver has no cuTensorMapEncodeTiled; it must support CUDA 12 or later");
+  CUtensorMap map = {};
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride) * 2};
+  const cuuint32_t box[] = {64, cuuint32_t(box_rows)}, steps[] = {1, 1};
+  const CUresult status =
+      encode(&map, dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(data), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS)
+    throw std::runtime_error("vllm_humming: cuTensorMapEncodeTiled failed with " + std::to_string(int(status)) + " for [" + std::to_string(rows) + ", " +
+                             std::to_string(columns) + "] tokens");
+  return map;
+}
+
+}  // namespace vllm_humming

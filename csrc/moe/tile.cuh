@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile configuration and what follows from it: threads, shared memory, barriers.
+#pragma once
+#include "../mma/chunk.h"
+#include "../ptx/ptx.cuh"
+#include "params.h"
+
+namespace vllm_humming {
+
+// Token widths, ascending. Few wide ones: where the accumulators of all widths together exceed about 240 registers a thread, the
+// compiler serializes every wgmma of the kernel (C7512), although only one width is live at a time.
+template <int... Width>
+struct Widths {
+  static constexpr int kCount = sizeof...(Width);
+  static constexpr int kAt[kCount] = {Width...};
+  static constexpr int kMax = kAt[kCount - 1];
+};
+
+// How the up GEMM gets its tokens: gathered by row list (cp.async), or from a sorted copy by the tensor copy engine.
+enum class Tokens { kGather, kSorted };
+
+template <int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps, int Narrow, Tokens UpTokens>
+struct TileConfig {
+  using W = TokenWidths;
+  static constexpr int kWarpgroups = Warpgroups;
+  static constexpr int kBlocks = BlocksPerWarpgroup;             // 64-row blocks of a warpgroup
+  static constexpr int kTileBlocks = Warpgroups * BlocksPerWarpgroup;
+  static constexpr int kTileRows = kTileBlocks * kBlockRows;
+  static constexpr int kMaxWidth = W::kMax;
+  static constexpr int kStages = Stages;
+  static constexpr int kCtas = Ctas;                             // CTAs an SM
+  static constexpr int kNarrow = Narrow;                         // up to this width by mma.sync
+  static constexpr Tokens kUpTokens = UpTokens;
+  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : 32;      // token rows of one tensor copy
+  static constexpr int kProducers = ProducerWarps * 32;
+  static constexpr int kConsumers = Warpgroups * 128;
+  static constexpr int kThreads = kConsumers + kProducers;
+  static constexpr bool kSplitRegisters = ProducerWarps == 4 && Ctas == 1;  // setmaxnreg works on whole warpgroups
+
+  static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
+  static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
+  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
+  static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
+  static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
+  static constexpr int kSharedBytes = 1024 + Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kInfoBytes + Stages * 16 + 32;
+};
+
+namespace gemm {
+
+// Barriers of the stages: full[i] and empty[i]; of the tile infos: info_full[j] and info_empty[j].
+struct Shared {
+  uint32_t tokens, weights, store, info, full, empty, info_full, info_empty;  // shared-memory addresses
+};
+
+template <typename C>
+__device__ __forceinline__ Shared carve(uint32_t base) {
+  Shared s;
+  s.tokens = (base + 1023) & ~1023u;  // the 128-byte swizzle repeats every 1024 bytes
+  s.weights = s.tokens + C::kStages * C::kTokenBytes;
+  s.store = s.weights + C::kStages * C::kWeightBytes;
+  s.info = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
+  s.full = s.info + 2 * C::kInfoBytes;
+  s.empty = s.full + C::kStages * 8;
+  s.info_full = s.empty + C::kStages * 8;
+  s.info_empty = s.info_full + 16;
+  return s;
+}
+
+// What the producer tells the consumers of a tile, double buffered.
+template <typename C>
+struct TileInfo {
+  uint32_t at;  // shared-memory address
+  __device__ __forceinline__ explicit TileInfo(const Shared& s, int buffer) : at(s.info + buffer * C::kInfoBytes) {}
+  __device__ __forceinline__ uint32_t block() const { return at + 16; }       // first 64-row block of the tile
+  __device__ __forceinline__ uint32_t slots() const { return at + 32; }       // int [width]
+  __device__ __forceinline__ uint32_t weights() const { return slots() + C::kMaxWidth * 4; }      // float [width]
+  __device__ __forceinline__ uint32_t row_scale() const { return weights() + C::kMaxWidth * 4; }  // float [rows of the tile]
+  __device__ __forceinline__ uint32_t bias() const { return row_scale() + C::kTileRows * 4; }     // float [rows of the tile]
+};
+
+// Position in a ring of N buffers and the parity of its barriers.
+template <int N>
+struct Ring {
+  int at = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == N) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <typename C, Stage S>
+constexpr bool kGathers = S == Stage::kUp && C::kUpTokens == Tokens::kGather;
+
+}  // namespace gemm
+}  // namespace vllm_humming

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiles one tile configuration: both stages, both activation dtypes. One translation unit each, so that they build in parallel.
+#pragma once
+#include <algorithm>
+#include "gemm.cuh"
+#include "launch.h"
+
+namespace vllm_humming {
+
+template <typename T, typename C, Stage S>
+void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+  auto* kernel = gemm::kernel<T, C, S>;
+  int device = 0, sms = 0;
+  check(cudaGetDevice(&device), "read the current device");
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
+  CUtensorMap map = {};
+  if constexpr (!gemm::kGathers<C, S>)
+    map = token_map(std::is_same_v<T, __half> ? DType::kFp16 : DType::kBf16, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
+  const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas));
+  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
+}
+
+template <typename C>
+struct TileInstance {
+  static void launch(DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+    if (dtype == DType::kBf16) {
+      if (stage == Stage::kUp) launch_gemm<__nv_bfloat16, C, Stage::kUp>(p, x_rows, most_tiles, stream);
+      else launch_gemm<__nv_bfloat16, C, Stage::kDown>(p, x_rows, most_tiles, stream);
+    } else {
+      if (stage == Stage::kUp) launch_gemm<__half, C, Stage::kUp>(p, x_rows, most_tiles, stream);
+      else launch_gemm<__half, C, Stage::kDown>(p, x_rows, most_tiles, stream);
+    }
+  }
+  static constexpr Tile tile() {
+    static_assert(C::kSharedBytes <= 227 * 1024, "tile exceeds the shared memory of a block");
+    static_assert(C::kCtas * (C::kSharedBytes + 1024) <= 228 * 1024, "tiles exceed the shared memory of an SM");
+    WidthList widths = {C::W::kCount, {}};
+    for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
+    return {widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
+  }
+};
+
+}  // namespace vllm_humming
