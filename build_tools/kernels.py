@@ -140,6 +140,16 @@ def sources(directory: Path = SOURCES) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.suffix in (".cu", ".cpp"))
 
 
+def has_driver() -> bool:
+    """Whether an NVIDIA driver with at least one GPU runs here."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return True
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
 def wanted() -> bool:
     """Whether this machine should have the kernels: not switched off, and an nvcc or an NVIDIA driver is there."""
     switch = os.environ.get(SWITCH, "")
@@ -147,7 +157,7 @@ def wanted() -> bool:
         raise SystemExit(f"{SWITCH} is {switch!r}; it may be 0 (no kernels) or 1 (kernels or an error)")
     if switch:
         return switch == "1"
-    return bool(sources()) and (find_nvcc() is not None or Path("/proc/driver/nvidia").exists())
+    return bool(sources()) and (find_nvcc() is not None or has_driver())
 
 
 def _escape(path: object) -> str:

@@ -19,6 +19,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import torch
+
 from vllm_humming.checkpoints import DEFAULT_SIZES, write_checkpoint
 from vllm_humming.tokenizer import PROMPT, SENTENCE
 
@@ -45,13 +47,14 @@ def free_port() -> int:
 
 
 def start_server(model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--quantization", "humming"]
-    command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
-    step(" ".join(["vllm", *command[1:]]))
+    arguments = ["serve", str(model), "--quantization", "humming"]
+    arguments += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
     settings.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if not Path("/proc/driver/nvidia/version").exists():
-        command.append("--enforce-eager")  # on a CPU the model compiler takes longer than the demo
+    if not torch.cuda.is_available():
+        arguments.append("--enforce-eager")  # on a CPU the model compiler takes longer than the demo
+    step(" ".join(["vllm", *arguments]))
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]  # what the `vllm` script runs
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=settings, start_new_session=True)
 

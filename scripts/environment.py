@@ -33,11 +33,6 @@ def log(text: str) -> None:
     print(f"[environment] {text}", file=sys.stderr, flush=True)
 
 
-def has_gpu() -> bool:
-    """Whether an NVIDIA driver runs here."""
-    return Path("/proc/driver/nvidia/version").exists()
-
-
 def run(*command: object) -> None:
     subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
 
@@ -118,7 +113,7 @@ def main() -> None:
         raise SystemExit(
             f"Python 3.11, 3.12 or 3.13 is needed, this is {sys.version.split()[0]}: make ... PYTHON=python3.x"
         )
-    flavour = sys.argv[1] if sys.argv[1] != "auto" else "cuda" if has_gpu() else "cpu"
+    flavour = sys.argv[1] if sys.argv[1] != "auto" else "cuda" if kernels.has_driver() else "cpu"
     try:
         print(ensure(flavour))
     except subprocess.CalledProcessError as error:

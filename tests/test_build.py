@@ -87,14 +87,12 @@ def test_missing_tools_are_all_named_with_what_to_install(monkeypatch):
 def machine(monkeypatch):
     """Sets what the build finds on the machine: machine(nvcc=..., torch=..., driver=...)."""
     monkeypatch.delenv(kernels.SWITCH, raising=False)
-    exists = Path.exists
 
     def configure(*, nvcc: bool, torch: bool, driver: bool) -> None:
         monkeypatch.setattr(kernels, "find_nvcc", lambda: (Path("nvcc"), (13, 0)) if nvcc else None)
         monkeypatch.setattr(kernels, "find_torch", lambda: Path("torch") if torch else None)
         monkeypatch.setattr(kernels, "sources", lambda: [Path("kernel.cu")])
-        driver_path = Path("/proc/driver/nvidia")
-        monkeypatch.setattr(Path, "exists", lambda path: driver if path == driver_path else exists(path))
+        monkeypatch.setattr(kernels, "has_driver", lambda: driver)
 
     return configure
 
