@@ -47,11 +47,21 @@ struct Mxfp4<__half> {
   }
 };
 
-// Group scale byte `group` (0..3) of `bytes` as a packed pair of equal factors.
+// The four group factors of a row as two registers of two: groups 0 and 2, groups 1 and 3.
 template <typename T>
-__device__ __forceinline__ uint32_t group_factor(uint32_t bytes, int group) {
-  return __byte_perm(bytes, 0, 0x4040 | (group << 8) | group) << Mxfp4<T>::kFactorShift;
-}
+struct GroupFactors {
+  uint32_t even, odd;
+  __device__ __forceinline__ explicit GroupFactors(uint32_t bytes)
+      : even((bytes & 0x00FF00FF) << Mxfp4<T>::kFactorShift), odd((bytes >> 8 & 0x00FF00FF) << Mxfp4<T>::kFactorShift) {}
+  // A pair of equal factors; the compiler folds it into the multiply's operand (.H0_H0, .H1_H1).
+  __device__ __forceinline__ uint32_t pair(int group) const {
+    const uint32_t both = group % 2 ? odd : even;
+    uint32_t d;
+    if (group / 2) asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(both));
+    else asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(both));
+    return d;
+  }
+};
 
 // One K step (16) of a 64-row block: `word` holds this thread's eight codes.
 template <typename T>

@@ -39,12 +39,15 @@ __device__ __forceinline__ uint32_t activate_pair(const GemmParams& p, const flo
 // Barrier ids as constants: a run-time id would reserve all sixteen.
 template <typename C>
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  static_assert(C::kWarpgroups <= 4);
   if (C::kWarpgroups == 1 || warpgroup == 0) ptx::named_barrier<1>(128);
-  else ptx::named_barrier<2>(128);
+  else if (C::kWarpgroups == 2 || warpgroup == 1) ptx::named_barrier<2>(128);
+  else if (C::kWarpgroups == 3 || warpgroup == 2) ptx::named_barrier<3>(128);
+  else ptx::named_barrier<4>(128);
 }
 
-// Stores one warpgroup's blocks, kStoreTokens tokens at a time: transposed to token rows in one of two staging buffers, then one bulk
-// store a token. `buffer` alternates across tiles.
+// Stores one warpgroup's blocks, kStoreTokens tokens at a time: transposed to token rows in one of two staging buffers, then 16 bytes a
+// thread. `buffer` alternates, across tiles too, so that one barrier a chunk is enough.
 template <typename T, typename C, Stage S, int N>
 __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
                                       int block0, int& buffer, const float (&acc)[C::kBlocks][N / 2]) {
@@ -52,7 +55,6 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
   const bool gated = S == Stage::kUp && p.activation != Activation::kRelu2;
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
   const int column0 = block0 * columns;
-  const int bytes = min(C::kBlocks * columns, p.out_columns - column0) * 2;  // of a token's row; may be negative
   const uint32_t rows = (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4;
   float scale[C::kBlocks][2], bias[C::kBlocks][2];
 #pragma unroll
@@ -99,15 +101,15 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
         }
       }
     }
-    ptx::fence_proxy_async();
-    // The storing threads have waited for the chunk before, so after this barrier its buffer may be written again.
-    if (thread < C::kStoreTokens) ptx::bulk_store_wait_read();
     warpgroup_barrier<C>(warpgroup);
-    const int token = first + thread;
-    if (thread < C::kStoreTokens && token < tile.count && bytes > 0) {
-      const int row = S == Stage::kDown ? int(ptx::load_shared_4(info.slots() + token * 4)) : tile.row + token;
-      ptx::bulk_store(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column0, staging + thread * C::kStoreStride, bytes);
-      ptx::bulk_store_commit();
+    const int chunks = C::kBlocks * columns / 8;                   // 16-byte chunks of a token's row: a power of two
+    for (int i = thread; i < C::kStoreTokens * chunks; i += 128) {
+      const int token = first + i / chunks, column = column0 + i % chunks * 8;
+      if (token < tile.count && column < p.out_columns) {
+        const int row = S == Stage::kDown ? int(ptx::load_shared_4(info.slots() + token * 4)) : tile.row + token;
+        const uint4 v = ptx::load_shared_16(staging + (token - first) * C::kStoreStride + i % chunks * 16);
+        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column) = v;
+      }
     }
     buffer ^= 1;
   }

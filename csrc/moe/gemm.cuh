@@ -6,7 +6,7 @@
 //   tile info ----------------> info_full[2]: expert, rows, slots, router weights, row scales, bias
 //   bulk copy of packed W ----> full[stage]:  load codes, decode to registers --> wgmma (A registers, B tokens)
 //   tensor copy or gather of X                release empty[stage]
-//                               epilogue: scale, bias, activation | router weight --> bulk store; release info_empty[2]
+//                               epilogue: scale, bias, activation | router weight --> store; release info_empty[2]
 //
 // Persistent CTAs walk (token tile, column tile) pairs. The ring of stages runs on across tiles, so the next tile's weights arrive
 // during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the token width that its list
@@ -24,7 +24,7 @@ __device__ __forceinline__ void run_tile(const GemmParams& p, const Shared& s, R
                                          const TokenTile& tile, int warpgroup, int block0, int& store_buffer) {
   constexpr int N = C::W::kAt[I];
   if constexpr (I + 1 < C::W::kCount) {
-    if (tile.width > N) return run_tile<T, C, S, I + 1>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
+    if (ptx::uniform(tile.width > N)) return run_tile<T, C, S, I + 1>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
   }
   float acc[C::kBlocks][N / 2] = {};  // zeroed here: an undefined start would keep every width's registers live across tiles
   if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
@@ -42,15 +42,14 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
     ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
     const uint4 header = ptx::load_shared_16(info.at);
     const TokenTile tile = {int(header.x), int(header.y), int(header.z), int(header.w)};
-    if (tile.expert < 0) break;
+    if (ptx::uniform(tile.expert < 0)) break;
     const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
-    if (block0 < p.row_blocks) run_tile<T, C, S>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
+    if (ptx::uniform(block0 < p.row_blocks)) run_tile<T, C, S>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
     else skip_tile<C>(p, s, ring);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
   }
-  ptx::bulk_store_wait();  // the staging buffers must outlive their stores
 }
 
 template <typename T, typename C, Stage S>
@@ -70,10 +69,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   }
   __syncthreads();
   if (threadIdx.x >= C::kConsumers) {
-    if constexpr (C::kSplitRegisters) ptx::registers_release<56>();
+    if constexpr (C::kSplitRegisters) ptx::registers_release<C::kProducerRegisters>();
     produce<C, S>(p, &map, s, threadIdx.x - C::kConsumers);
   } else {
-    if constexpr (C::kSplitRegisters) ptx::registers_acquire<224>();
+    if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::kConsumerRegisters>();
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();  // after the wait: the next kernel may read what this one's predecessors wrote
     consume<T, C, S>(p, s, threadIdx.x / 128);

@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
       uint32_t(&fragment)[4] = a[unit % 2];
       if (step % 4 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (step / 4) * (kCodeBytes / 2) + at.codes);
       if (step % 2 == 0) {
-        low[b] = group_factor<T>(scales[b].x, step / 2);
-        high[b] = group_factor<T>(scales[b].y, step / 2);
+        low[b] = GroupFactors<T>(scales[b].x).pair(step / 2);
+        high[b] = GroupFactors<T>(scales[b].y).pair(step / 2);
       }
       decode<T>(word_of(codes[b], step % 4), low[b], high[b], fragment);
       ptx::wgmma_fence();
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Share
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
         if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
-        const uint32_t low = group_factor<T>(scales[b].x, group), high = group_factor<T>(scales[b].y, group);
+        const uint32_t low = GroupFactors<T>(scales[b].x).pair(group), high = GroupFactors<T>(scales[b].y).pair(group);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t a[4];

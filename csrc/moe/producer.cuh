@@ -56,13 +56,14 @@ __device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared
 }
 
 // Tokens gathered by slot. They reach shared memory by the generic proxy and wgmma reads them by the async proxy: each thread waits for
-// its own copies and fences before it arrives, one stage late so that it does not wait for the copies just issued.
+// its own copies and fences before it arrives. It does so kLag stages late, to keep kLag + 1 stages of copies in flight.
 template <typename C>
 struct Gather {
   static constexpr int kChunks = kBlockK * 2 / 16;                 // 16-byte chunks of a row's stage
   static constexpr int kRowStep = C::kProducers / kChunks;
+  static constexpr int kLag = C::kStages / 2;                      // a stage is free once the one kStages before it was announced
   const int chunk, first_row;
-  uint32_t pending = 0;
+  int issued = 0;                                                  // stages
   __device__ __forceinline__ explicit Gather(int thread) : chunk(thread % kChunks), first_row(thread / kChunks) {}
 
   // Slots to sources, in 16-byte units from p.x (32 bits reach 64 GiB).
@@ -83,24 +84,29 @@ struct Gather {
       ptx::copy16_arrive(s.full + stage * 8);                      // mma.sync reads them by the generic proxy too
     } else {
       ptx::copy16_commit();
-      announce<1>();
-      pending = s.full + stage * 8;
+      if (issued++ >= kLag) announce<kLag>(s.full + (stage + C::kStages - kLag) % C::kStages * 8);
     }
   }
-  __device__ __forceinline__ void finish() { announce<0>(); }
+  // The stages not announced yet, the last of them at `stage`.
+  __device__ __forceinline__ void finish(const Shared& s, int stage) {
+    if constexpr (C::kMaxWidth > C::kNarrow) {
+      ptx::copy16_wait<0>();
+      ptx::fence_proxy_async();
+      for (int i = min(issued, kLag) - 1; i >= 0; --i) ptx::mbarrier_arrive(s.full + (stage + C::kStages - i) % C::kStages * 8);
+      issued = 0;
+    }
+  }
 
  private:
   template <int StillInFlight>
-  __device__ __forceinline__ void announce() {
-    if (pending) {
-      ptx::copy16_wait<StillInFlight>();
-      ptx::fence_proxy_async();
-      ptx::mbarrier_arrive(pending);
-    }
+  __device__ __forceinline__ void announce(uint32_t full) {
+    ptx::copy16_wait<StillInFlight>();
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(full);
   }
   static __device__ __forceinline__ void named_barrier_producers() {
     if constexpr (C::kProducers == 32) __syncwarp();
-    else ptx::named_barrier<3>(C::kProducers);
+    else ptx::named_barrier<5>(C::kProducers);
   }
 };
 
@@ -141,8 +147,11 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
       else load_sorted<C>(map, s, tile, kb, ring.at);
       ring.next();
     }
+    // A tile shorter than the lag is announced at once: the next info buffer may be waiting for its end.
+    if constexpr (kGather)
+      if (p.k_blocks < Gather<C>::kLag) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
   }
-  if constexpr (kGather) gather.finish();
+  if constexpr (kGather) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
   publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, thread);   // no more tiles
 }
 

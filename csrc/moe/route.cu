@@ -8,7 +8,8 @@ namespace vllm_humming {
 namespace {
 
 constexpr int kThreads = 1024;  // also the most local experts: one thread an expert in the scan
-constexpr int kSmallEntries = 8192;
+constexpr int kSmallEntries = 4096;  // most entries of the one-CTA path
+constexpr int kLargeEntries = kThreads;  // entries of a CTA of the other: one a thread
 
 // Exclusive prefix sums of three counts over the block's threads; totals in `total`.
 __device__ void scan3(int (&v)[3], int (&total)[3]) {
@@ -74,33 +75,43 @@ __device__ __forceinline__ int expert_of(const RouteParams& p, int entry) {
   return local_expert(p.topk_ids[entry], p.expert_map, p.global_experts, p.local_experts);
 }
 
-__device__ __forceinline__ void place(const RouteParams& p, int entry, int row) {
-  p.slots[row] = entry;
-  p.row_weight[row] = p.topk_weights[entry];
-}
-
-// All of it in one CTA: entries <= kSmallEntries.
+// All of it in one CTA: entries <= kSmallEntries. Rows are put in order in shared memory first: one SM's scattered global stores would
+// take longer than everything else here.
 __global__ void __launch_bounds__(kThreads) route_small(const __grid_constant__ RouteParams p) {
-  __shared__ int cursor[kThreads];
+  constexpr int kEntries = kSmallEntries / kThreads;  // a thread
+  __shared__ int cursor[kThreads], slots[kSmallEntries], total;
+  __shared__ float weights[kSmallEntries];
   cursor[threadIdx.x] = 0;
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  int expert[kSmallEntries / kThreads], rank[kSmallEntries / kThreads];
+  int expert[kEntries], rank[kEntries];
+  float weight[kEntries];
 #pragma unroll
-  for (int i = 0; i < kSmallEntries / kThreads; ++i) {
+  for (int i = 0; i < kEntries; ++i) {
     const int entry = threadIdx.x + i * kThreads;
     expert[i] = entry < p.entries ? expert_of(p, entry) : -1;
+    weight[i] = entry < p.entries ? p.topk_weights[entry] : 0.0f;
   }
 #pragma unroll
-  for (int i = 0; i < kSmallEntries / kThreads; ++i) rank[i] = expert[i] >= 0 ? atomicAdd(&cursor[expert[i]], 1) : 0;
+  for (int i = 0; i < kEntries; ++i) rank[i] = expert[i] >= 0 ? atomicAdd(&cursor[expert[i]], 1) : 0;
   __syncthreads();
-  const int first = write_tiles(p, threadIdx.x, cursor[threadIdx.x]);
+  const int rows = cursor[threadIdx.x], first = write_tiles(p, threadIdx.x, rows);
   cursor[threadIdx.x] = first;
+  if (threadIdx.x == kThreads - 1) total = first + rows;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kSmallEntries / kThreads; ++i)
-    if (expert[i] >= 0) place(p, threadIdx.x + i * kThreads, cursor[expert[i]] + rank[i]);
+  for (int i = 0; i < kEntries; ++i)
+    if (expert[i] >= 0) {
+      const int row = cursor[expert[i]] + rank[i];
+      slots[row] = threadIdx.x + i * kThreads;
+      weights[row] = weight[i];
+    }
+  __syncthreads();
+  for (int row = threadIdx.x; row < total; row += kThreads) {
+    p.slots[row] = slots[row];
+    p.row_weight[row] = weights[row];
+  }
 }
 
 // Large batches: count (the last CTA scans), then scatter. counts[] holds zeros and a zero ticket at the start.
@@ -111,11 +122,9 @@ __global__ void __launch_bounds__(kThreads) route_count(const __grid_constant__ 
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int begin = blockIdx.x * kSmallEntries, end = min(begin + kSmallEntries, p.entries);
-  for (int entry = begin + threadIdx.x; entry < end; entry += kThreads) {
-    const int e = expert_of(p, entry);
-    if (e >= 0) atomicAdd(&histogram[e], 1);
-  }
+  const int entry = blockIdx.x * kLargeEntries + threadIdx.x;
+  const int mine = entry < p.entries ? expert_of(p, entry) : -1;
+  if (mine >= 0) atomicAdd(&histogram[mine], 1);
   __syncthreads();
   const int e = threadIdx.x;
   if (e < p.local_experts)
@@ -138,16 +147,18 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const __grid_constant_
   const int e = threadIdx.x;
   if (e < p.local_experts) cursor[e] = p.counts[e] + p.block_base[size_t(blockIdx.x) * p.local_experts + e];
   __syncthreads();
-  const int begin = blockIdx.x * kSmallEntries, end = min(begin + kSmallEntries, p.entries);
-  for (int entry = begin + threadIdx.x; entry < end; entry += kThreads) {
-    const int expert = expert_of(p, entry);
-    if (expert >= 0) place(p, entry, atomicAdd(&cursor[expert], 1));
+  const int entry = blockIdx.x * kLargeEntries + threadIdx.x;
+  const int expert = entry < p.entries ? expert_of(p, entry) : -1;
+  if (expert >= 0) {
+    const int row = atomicAdd(&cursor[expert], 1);
+    p.slots[row] = entry;
+    p.row_weight[row] = p.topk_weights[entry];
   }
 }
 
 }  // namespace
 
-int route_blocks(int64_t entries) { return int((entries + kSmallEntries - 1) / kSmallEntries); }
+int route_blocks(int64_t entries) { return int((entries + kLargeEntries - 1) / kLargeEntries); }
 
 void launch_route(const RouteParams& p, cudaStream_t stream) {
   if (p.local_experts > kThreads) throw std::runtime_error("vllm_humming: more than 1024 local experts are not supported");

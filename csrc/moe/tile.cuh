@@ -31,15 +31,19 @@ struct TileConfig {
   static constexpr int kCtas = Ctas;                             // CTAs an SM
   static constexpr int kNarrow = Narrow;                         // up to this width by mma.sync
   static constexpr Tokens kUpTokens = UpTokens;
-  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : 32;      // token rows of one tensor copy
+  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 ? 16 : 32;  // token rows of one tensor copy
+  static_assert(kMaxWidth % kBoxRows == 0, "a tensor copy would run past its half of the stage");
   static constexpr int kProducers = ProducerWarps * 32;
   static constexpr int kConsumers = Warpgroups * 128;
   static constexpr int kThreads = kConsumers + kProducers;
-  static constexpr bool kSplitRegisters = ProducerWarps == 4 && Ctas == 1;  // setmaxnreg works on whole warpgroups
+  // Registers move from the producers to the consumers; setmaxnreg works on whole warpgroups and within the launch's total.
+  static constexpr bool kSplitRegisters = ProducerWarps == 4;
+  static constexpr int kProducerRegisters = Ctas == 2 ? 48 : 56;
+  static constexpr int kConsumerRegisters = (65536 / Ctas / kThreads / 8 * 8 * kThreads - kProducerRegisters * 128) / kConsumers / 8 * 8;
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
-  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kStoreTokens = kMaxWidth <= 32 || Ctas > 1 ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;

@@ -1,46 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which compiled tile each GEMM of a layer runs with.
 
-The host knows the number of tokens, not how they are routed: it picks a tile family here. The token width of every tile
-within the family is picked on the device, for each expert, from its real row count (csrc/moe/route.cu).
+The host knows the number of tokens, not how they are routed, so it picks the tile that costs least for the row counts
+that uniform routing would give. The token width of every tile is then picked on the device, for each expert, from its
+real count (csrc/moe/route.cu): any choice made here is correct for any routing.
+
+Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
+`blocks * k_blocks * cycles[w]` and a constant, fitted to whole GEMMs on an H200 (docs/kernel-notes.md, "Measured");
+tiles run in rounds of SMs x CTAs. Tiles that read sorted tokens add the sorting copy.
 """
 
+import argparse
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+
+SMS = 132
+CLOCK_GHZ = 1.75
+COPY_BYTES_PER_SECOND = 2.5e12  # the sorting copy is bound by its writes
+COPY_LATENCY_CYCLES = 4000
+TILE_CYCLES = 5000  # a 256-row tile's start and epilogue
+# Standard normal quantiles: the rows of an expert under uniform routing are about Poisson.
+_QUANTILES = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens."""
+    """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens, `ctas` CTAs an SM.
+
+    `cycles[i]` is the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted copy.
+    """
 
     name: str
     blocks: int
+    ctas: int
+    sorted_tokens: bool
     widths: tuple[int, ...]
+    cycles: tuple[int, ...]
+
+    def chunk_cycles(self, rows: float) -> float:
+        """SM cycles that `rows` tokens of one expert cost a weight chunk: as many widest tiles as they fill, then the rest."""
+        full, rest = divmod(math.ceil(rows), self.widths[-1])
+        narrow = next(c for w, c in zip(self.widths, self.cycles, strict=True) if w >= rest) if rest else 0
+        return full * self.cycles[-1] + narrow
+
+    def tiles(self, rows: float) -> int:
+        """Token tiles of an expert with `rows` tokens."""
+        return math.ceil(math.ceil(rows) / self.widths[-1])
 
 
 # The order of csrc/moe/tiles.cpp.
 TILES = (
-      Tile("64x16", 1, (8, 16)),
-      Tile("64x32", 1, (8, 16, 24, 32)),
-      Tile("128x64", 2, (16, 32, 48, 64)),
-      Tile("256x64", 4, (16, 32, 48, 64)),
-      Tile("256x128", 4, (32, 64, 128)),
-      Tile("256x160", 4, (80, 160)),
+    Tile("64x16", 1, 4, False, (8, 16), (320, 430)),
+    Tile("64x32", 1, 4, False, (8, 16, 24, 32), (330, 440, 500, 570)),
+    Tile("256x64", 4, 1, False, (16, 32, 48, 64), (420, 430, 480, 512)),
+    Tile("256x96g", 4, 1, False, (32, 64, 96), (440, 560, 680)),
+    Tile("256x96", 4, 1, True, (32, 64, 96), (430, 530, 640)),
+    Tile("256x128", 4, 1, True, (32, 64, 128), (430, 530, 770)),
+    Tile("256x160", 4, 1, True, (80, 160), (600, 870)),
 )
 
 
-@lru_cache(maxsize=4096)
-def select(num_tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int) -> tuple[int, int]:
-    """Indices into TILES of the up and down GEMM's tiles for a batch of `num_tokens` tokens."""
-    rows = num_tokens * top_k / num_experts
-    if rows <= 6:
-        return 0, 0
-    if rows <= 20:
-        return 1, 1
-    if rows <= 40:
-        return 2, 2
-    if rows <= 64:
-        return 3, 3
-    if rows <= 128:
-        return 4, 4
-    return 5, 5
+def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int, k_blocks: int) -> float:
+    """Expected SM cycles of one GEMM with `experts` active experts of the (equally likely) row counts `rows`."""
+    columns = math.ceil(row_blocks / tile.blocks)
+    tiles = experts * columns * sum(tile.tiles(r) for r in rows) / len(rows)
+    chunk = sum(tile.chunk_cycles(r) for r in rows) / sum(tile.tiles(r) for r in rows)  # mean over tiles
+    rounds = tiles / (SMS * tile.ctas)
+    if tile.ctas == 1:  # whole rounds, averaged over the spread of the real tile count
+        rounds = (math.ceil(rounds * 0.95) + math.ceil(rounds * 1.05)) / 2
+    return max(1.0, rounds * tile.ctas) * tile.blocks * (k_blocks * chunk + TILE_CYCLES / 4)
+
+
+@lru_cache(maxsize=8192)
+def select(
+    num_tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, gated: bool = True
+) -> tuple[int, int]:
+    """Indices into TILES for the up and the down GEMM.
+
+    num_tokens: tokens of the batch. top_k: experts a token. num_experts: local experts. hidden, intermediate: sizes of
+    the layer (intermediate padded to 128). Pure host arithmetic, cached: safe under graph capture.
+    """
+    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated)[0]
+
+
+def costs(
+    num_tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, gated: bool = True
+) -> tuple[tuple[int, int], list[tuple[float, float]]]:
+    """What `select` picks, and every tile's expected (up, down) microseconds."""
+    entries = max(1, min(num_tokens, 16384)) * top_k  # larger batches run in chunks of 16384 tokens
+    active = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
+    mean = entries / active
+    spread = math.sqrt(max(0.0, mean - 1.0))
+    rows = [max(1.0, mean + z * spread) for z in _QUANTILES]
+    up_blocks = math.ceil(intermediate * (2 if gated else 1) / 64)
+    copy = entries * hidden * 2 / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9 + COPY_LATENCY_CYCLES
+    table = []
+    for tile in TILES:
+        up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128)) + (
+            copy if tile.sorted_tokens else 0.0
+        )
+        down = _gemm_cycles(tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128))
+        table.append((up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3))
+    choice = tuple(min(range(len(TILES)), key=lambda t: table[t][side]) for side in (0, 1))
+    return (choice[0], choice[1]), table
+
+
+def main() -> None:
+    """Prints every tile's expected cost and the choice."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    for name in ("tokens", "top_k", "experts", "hidden", "intermediate"):
+        parser.add_argument(name, type=int)
+    args = parser.parse_args()
+    choice, table = costs(args.tokens, args.top_k, args.experts, args.hidden, math.ceil(args.intermediate / 128) * 128)
+    print(f"{'tile':<10}{'up us':>10}{'down us':>10}")
+    for index, (tile, (up, down)) in enumerate(zip(TILES, table, strict=True)):
+        marks = " up" * (index == choice[0]) + " down" * (index == choice[1])
+        print(f"{tile.name:<10}{up:>10.1f}{down:>10.1f}{marks}")
+
+
+if __name__ == "__main__":
+    main()

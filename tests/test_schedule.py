@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of tiles: total, monotone in what matters, and equal to what measurements on an H200 showed."""
+
+import math
+
+import pytest
+
+from vllm_humming.moe import schedule
+
+SHAPES = {  # hidden, padded intermediate, experts, top-k
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "wide": (6144, 2048, 32, 8),
+    "few": (3584, 3072, 12, 8),
+    "gpt-oss-20b": (2880, 2944, 32, 4),
+}
+
+
+def chosen(shape: str, tokens: int) -> tuple[str, str]:
+    hidden, intermediate, experts, top_k = SHAPES[shape]
+    up, down = schedule.select(tokens, top_k, experts, hidden, intermediate)
+    return schedule.TILES[up].name, schedule.TILES[down].name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_batch_has_a_tile(shape):
+    hidden, intermediate, experts, top_k = SHAPES[shape]
+    for tokens in (*range(0, 600), 1000, 1024, 4096, 16384, 131072):
+        for tile in schedule.select(tokens, top_k, experts, hidden, intermediate):
+            assert 0 <= tile < len(schedule.TILES)
+
+
+@pytest.mark.parametrize("tile", schedule.TILES, ids=lambda t: t.name)
+def test_a_tile_is_legal_and_wider_costs_more(tile):
+    assert list(tile.widths) == sorted(set(tile.widths)) and all(w % 8 == 0 for w in tile.widths)
+    assert list(tile.cycles) == sorted(tile.cycles) and len(tile.cycles) == len(tile.widths)
+    costs = [tile.chunk_cycles(rows) for rows in range(0, 4 * tile.widths[-1] + 1)]
+    assert costs[0] == 0 and costs[1] == tile.cycles[0]
+    assert costs[tile.widths[-1]] == tile.cycles[-1]
+    assert costs[tile.widths[-1] + 1] == tile.cycles[-1] + tile.cycles[0]
+    assert tile.tiles(1) == 1 and tile.tiles(tile.widths[-1]) == 1 and tile.tiles(tile.widths[-1] + 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "names"),
+    [
+        ("qwen3-30b-a3b", 1, ("64x16", "64x16")),
+        ("qwen3-30b-a3b", 64, ("64x16", "64x16")),
+        ("qwen3-30b-a3b", 512, ("256x64", "256x64")),
+        ("wide", 8, ("64x16", "64x16")),
+        ("wide", 64, ("256x64", "256x64")),
+        ("wide", 512, ("256x160", "256x160")),
+        ("few", 512, ("256x128", "256x128")),
+        ("wide", 16384, ("256x160", "256x160")),
+        ("gpt-oss-20b", 1024, ("256x160", "256x160")),
+    ],
+)
+def test_choice_is_the_fastest_that_was_measured(shape, tokens, names):
+    assert chosen(shape, tokens) == names
+
+
+def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
+    choice, table = schedule.costs(64, 8, 128, 2048, 768)
+    assert all(math.isfinite(c) and c > 0 for row in table for c in row)
+    assert choice == schedule.select(64, 8, 128, 2048, 768)
+    monkeypatch.setattr("sys.argv", ["schedule", "64", "8", "128", "2048", "768"])
+    schedule.main()
+    printed = capsys.readouterr().out
+    assert all(tile.name in printed for tile in schedule.TILES)
