@@ -31,13 +31,18 @@ def test_every_batch_has_a_tile(shape):
 
 @pytest.mark.parametrize("tile", schedule.TILES, ids=lambda t: t.name)
 def test_a_tile_is_legal_and_wider_costs_more(tile):
-    assert list(tile.widths) == sorted(set(tile.widths)) and all(w % 8 == 0 for w in tile.widths)
-    assert list(tile.cycles) == sorted(tile.cycles) and len(tile.cycles) == len(tile.widths)
+    assert list(tile.widths) == sorted(set(tile.widths))
+    assert all(w % 8 == 0 for w in tile.widths)
+    assert list(tile.cycles) == sorted(tile.cycles)
+    assert len(tile.cycles) == len(tile.widths)
     costs = [tile.chunk_cycles(rows) for rows in range(0, 4 * tile.widths[-1] + 1)]
-    assert costs[0] == 0 and costs[1] == tile.cycles[0]
+    assert costs[0] == 0
+    assert costs[1] == tile.cycles[0]
     assert costs[tile.widths[-1]] == tile.cycles[-1]
     assert costs[tile.widths[-1] + 1] == tile.cycles[-1] + tile.cycles[0]
-    assert tile.tiles(1) == 1 and tile.tiles(tile.widths[-1]) == 1 and tile.tiles(tile.widths[-1] + 1) == 2
+    assert tile.tiles(1) == 1
+    assert tile.tiles(tile.widths[-1]) == 1
+    assert tile.tiles(tile.widths[-1] + 1) == 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ _QUANTILES = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
 class Tile:
     """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens, `ctas` CTAs an SM.
 
-    `cycles[i]` is the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted copy.
+    `cycles[i]`: the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted
+    copy of the tokens.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Tile:
     cycles: tuple[int, ...]
 
     def chunk_cycles(self, rows: float) -> float:
-        """SM cycles that `rows` tokens of one expert cost a weight chunk: as many widest tiles as they fill, then the rest."""
+        """SM cycles of a weight chunk for `rows` tokens of one expert: full widest tiles, then one for the rest."""
         full, rest = divmod(math.ceil(rows), self.widths[-1])
         narrow = next(c for w, c in zip(self.widths, self.cycles, strict=True) if w >= rest) if rest else 0
         return full * self.cycles[-1] + narrow
@@ -65,10 +66,13 @@ def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int,
     """Expected SM cycles of one GEMM with `experts` active experts of the (equally likely) row counts `rows`."""
     columns = math.ceil(row_blocks / tile.blocks)
     tiles = experts * columns * sum(tile.tiles(r) for r in rows) / len(rows)
-    chunk = sum(tile.chunk_cycles(r) for r in rows) / sum(tile.tiles(r) for r in rows)  # mean over tiles
+    mean = sum(tile.chunk_cycles(r) for r in rows) / sum(tile.tiles(r) for r in rows)
+    # A CTA's share of unequal tiles lies between the mean and the widest tile that occurs.
+    widest = max(tile.chunk_cycles(min(r, tile.widths[-1])) for r in rows)
+    chunk = mean if tile.ctas > 1 else (mean + widest) / 2
     rounds = tiles / (SMS * tile.ctas)
     if tile.ctas == 1:  # whole rounds, averaged over the spread of the real tile count
-        rounds = (math.ceil(rounds * 0.95) + math.ceil(rounds * 1.05)) / 2
+        rounds = (math.ceil(rounds * 0.98) + math.ceil(rounds * 1.02)) / 2
     return max(1.0, rounds * tile.ctas) * tile.blocks * (k_blocks * chunk + TILE_CYCLES / 4)
 
 
