@@ -305,7 +305,8 @@ def test_swiglu_parameters_come_from_the_layer_then_the_model(monkeypatch):
     assert activation_spec(layer, moe, "layer 3") == (reference.Activation.SWIGLU, 1.0, 0.0, math.inf, False)
 
 
-def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch):
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2_no_mul", False)])
+def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, gated):
     """The branch of a GPU, on the op's CPU implementation: scratch from the workspace manager, tiles from select()."""
     import vllm_humming.moe.method as method_module
     from vllm_humming.moe import schedule
@@ -317,18 +318,18 @@ def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch):
     fake_ops = SimpleNamespace(
         moe=lambda *args: passed.append(args) or moe(*args), moe_workspace_bytes=lambda *shape: sum(shape)
     )
-    experts = Experts(SIZES)
+    experts = Experts(SIZES, gated=gated)
     with engine():
-        layer = ready(experts)
+        layer = ready(experts, activation=activation)
     layer.quant_method.backend = "kernel"
     monkeypatch.setattr(method_module, "torch", SimpleNamespace(**vars(torch) | {"ops": SimpleNamespace()}))
     monkeypatch.setattr(method_module.torch.ops, "vllm_humming", fake_ops, raising=False)
     x, weights, ids = routing(5, SIZES)
     y = apply(layer, x, weights, ids)
     shape = (5, 2, 4, 96, 256)  # tokens, top-k, local experts, hidden, padded intermediate
-    assert set(asked) == {shape, ((sum(shape),), torch.uint8)}
+    assert set(asked) == {(*shape, gated), ((sum(shape),), torch.uint8)}
     assert passed[0][10] is scratch
-    assert passed[0][12:] == (0, 0, 1.0, 0.0, math.inf, False, 3, 4)
+    assert passed[0][12:] == (0, layer.quant_method.activation.code, 1.0, 0.0, math.inf, False, 3, 4)
     assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
 
 

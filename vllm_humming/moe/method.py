@@ -225,7 +225,8 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
 
         experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
         size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, top_k, experts, hidden, intermediate)
-        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate)
+        gated = layer.w13_packed.shape[1] * 64 > intermediate
+        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate, gated)
         return compat.workspace((size,), torch.uint8), tile1, tile2
 
     def _refuse_unsupported(self) -> None:
