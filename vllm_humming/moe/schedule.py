@@ -19,7 +19,8 @@ SMS = 132
 CLOCK_GHZ = 1.75
 COPY_BYTES_PER_SECOND = 2.5e12  # the sorting copy is bound by its writes
 COPY_LATENCY_CYCLES = 4000
-TILE_CYCLES = 5000  # a 256-row tile's start and epilogue
+TILE_CYCLES = 1500  # a tile's start
+EPILOGUE_CYCLES = (70, 30)  # up (with its activation) and down, a token width of a 256-row tile
 # Standard normal quantiles: the rows of an expert under uniform routing are about Poisson.
 _QUANTILES = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
 
@@ -49,20 +50,25 @@ class Tile:
         """Token tiles of an expert with `rows` tokens."""
         return math.ceil(math.ceil(rows) / self.widths[-1])
 
+    def padded(self, rows: float) -> int:
+        """Token widths that `rows` tokens of an expert are computed with, summed."""
+        full, rest = divmod(math.ceil(rows), self.widths[-1])
+        return full * self.widths[-1] + (next(w for w in self.widths if w >= rest) if rest else 0)
+
 
 # The order of csrc/moe/tiles.cpp.
 TILES = (
     Tile("64x16", 1, 4, False, (8, 16), (320, 430)),
     Tile("64x32", 1, 4, False, (8, 16, 24, 32), (330, 440, 500, 570)),
     Tile("256x64", 4, 1, False, (16, 32, 48, 64), (420, 430, 480, 512)),
-    Tile("256x96g", 4, 1, False, (32, 64, 96), (440, 560, 680)),
-    Tile("256x96", 4, 1, True, (32, 64, 96), (430, 530, 640)),
+    Tile("256x96g", 4, 1, False, (32, 64, 96), (450, 610, 660)),
+    Tile("256x96", 4, 1, True, (32, 64, 96), (450, 610, 650)),
     Tile("256x128", 4, 1, True, (32, 64, 128), (430, 530, 770)),
-    Tile("256x160", 4, 1, True, (80, 160), (600, 870)),
+    Tile("256x160", 4, 1, True, (80, 160), (680, 870)),
 )
 
 
-def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int, k_blocks: int) -> float:
+def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int, k_blocks: int, epilogue: int) -> float:
     """Expected SM cycles of one GEMM with `experts` active experts of the (equally likely) row counts `rows`."""
     columns = math.ceil(row_blocks / tile.blocks)
     tiles = experts * columns * sum(tile.tiles(r) for r in rows) / len(rows)
@@ -73,7 +79,9 @@ def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int,
     rounds = tiles / (SMS * tile.ctas)
     if tile.ctas == 1:  # whole rounds, averaged over the spread of the real tile count
         rounds = (math.ceil(rounds * 0.98) + math.ceil(rounds * 1.02)) / 2
-    return max(1.0, rounds * tile.ctas) * tile.blocks * (k_blocks * chunk + TILE_CYCLES / 4)
+    width = sum(tile.padded(r) for r in rows) / sum(tile.tiles(r) for r in rows)
+    fixed = TILE_CYCLES + epilogue * width
+    return max(1.0, rounds * tile.ctas) * tile.blocks * (k_blocks * chunk + fixed / 4)
 
 
 @lru_cache(maxsize=8192)
@@ -101,10 +109,12 @@ def costs(
     copy = entries * hidden * 2 / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9 + COPY_LATENCY_CYCLES
     table = []
     for tile in TILES:
-        up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128)) + (
+        up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128), EPILOGUE_CYCLES[0]) + (
             copy if tile.sorted_tokens else 0.0
         )
-        down = _gemm_cycles(tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128))
+        down = _gemm_cycles(
+            tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128), EPILOGUE_CYCLES[1]
+        )
         table.append((up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3))
     choice = tuple(min(range(len(TILES)), key=lambda t: table[t][side]) for side in (0, 1))
     return (choice[0], choice[1]), table
