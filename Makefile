@@ -5,7 +5,7 @@ ENVIRONMENT = $(PYTHON) scripts/environment.py
 OLDEST_VLLM = 0.26.0
 NEWEST_VLLM = 0.33.0
 
-.PHONY: demo test lint build clean
+.PHONY: demo test lint build check-kernels clean
 
 demo:  ## install vLLM for this machine, serve a small MXFP4 model, ask it something
 	python="$$($(ENVIRONMENT) auto)" && "$$python" scripts/demo.py
@@ -22,6 +22,9 @@ lint:  ## ruff and mypy
 
 build:  ## compile csrc into vllm_humming/_kernels.so, with nvcc from PyPI where the system has none
 	python="$$($(ENVIRONMENT) auto)" && "$$python" build_tools/kernels.py --fetch-nvcc
+
+check-kernels: build  ## no spills, no stack frames, no serialized wgmma in what was compiled
+	python="$$($(ENVIRONMENT) auto)" && "$$python" build_tools/check_kernels.py
 
 clean:  ## remove builds, environments and caches
 	rm -rf .venv .cache .demo build dist *.egg-info vllm_humming/_kernels.so .pytest_cache .mypy_cache .ruff_cache
