@@ -66,7 +66,7 @@ def checkpoint_config(fmt):
 
 
 def fill(layer):
-    """Random codes, scales near 2^-7 (MXFP4) or 1 (NVFP4), global scales 1."""
+    """Random codes, scales of 2^-9..2^-6 (MXFP4) or about 1 (NVFP4), global scales 1."""
     for name, param in layer.named_parameters():
         if param.dtype == torch.uint8 and "scale" in name:
             param.data.random_(118, 122)
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--fmt", choices=list(WEIGHT_BYTES), default="mxfp4")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--routing", choices=["uniform", "zipf", "onehot", "one-hot"], default="uniform")
-    parser.add_argument("--activation", help="the plugin's activation option, for example fp8")
+    parser.add_argument("--activation", help="additional_config['humming']['activation'] of the engine")
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--out", help="append one JSON line a point")
     args = parser.parse_args()
