@@ -35,11 +35,15 @@ cudaStream_t current_stream(int device) {
 
 struct DeviceGuard {
   int previous = -1;
+  bool changed = false;
   explicit DeviceGuard(int device) {
     check(cudaGetDevice(&previous), "read the current device");
-    if (previous != device) check(cudaSetDevice(device), "select the tensors' device");
+    changed = previous != device;
+    if (changed) check(cudaSetDevice(device), "select the tensors' device");
   }
-  ~DeviceGuard() { cudaSetDevice(previous); }
+  ~DeviceGuard() {
+    if (changed) cudaSetDevice(previous);
+  }
 };
 
 DType dtype_of(const Tensor& t, const char* name) {
@@ -65,6 +69,10 @@ void require_tensor(const Tensor& t, const char* name, int device, ScalarType ty
   require(ok, std::string(name) + " must be a contiguous " + expected + "] tensor of the op's dtype on x's device, found " + shape_of(t));
 }
 
+void require_aligned(const Tensor& t, const char* name) {
+  require(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, std::string(name) + " must start at a multiple of 16 bytes");
+}
+
 // Shape of packed weights, checked: [experts, row_blocks, k_blocks, kChunkBytes] uint8.
 Projection projection(const Tensor& packed, const Tensor& row_scale, const std::optional<Tensor>& bias, const char* name, int device) {
   require(packed.dim() == 4 && packed.size(3) == kChunkBytes, std::string(name) + " must be packed weights [E, rows/64, K/128, 4352]");
@@ -72,6 +80,10 @@ Projection projection(const Tensor& packed, const Tensor& row_scale, const std::
   const int64_t rows = packed.size(1) * kBlockRows;
   require_tensor(row_scale, "row_scale", device, ScalarType::Float, {packed.size(0), rows});
   if (bias) require_tensor(*bias, "bias", device, ScalarType::Float, {packed.size(0), rows});
+  require(packed.size(0) > 0 && packed.size(1) > 0 && packed.size(2) > 0, std::string(name) + " is empty: " + shape_of(packed));
+  require_aligned(packed, name);
+  require_aligned(row_scale, "row_scale");
+  if (bias) require_aligned(*bias, "bias");
   return {static_cast<const uint8_t*>(packed.const_data_ptr()), static_cast<const float*>(row_scale.const_data_ptr()),
           bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr};
 }
@@ -115,11 +127,12 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
     a.expert_map = static_cast<const int*>(expert_map->const_data_ptr());
   }
   const int64_t needed = workspace_bytes(s);
-  require(workspace.is_cuda() && workspace.scalar_type() == ScalarType::Byte && workspace.is_contiguous() && workspace.numel() >= needed,
-          "workspace must hold " + std::to_string(needed) + " bytes, found " + std::to_string(workspace.numel()));
+  require(workspace.is_cuda() && workspace.get_device_index() == device && workspace.scalar_type() == ScalarType::Byte && workspace.is_contiguous() && workspace.numel() >= needed,
+          "workspace must hold " + std::to_string(needed) + " bytes on x's device, found " + std::to_string(workspace.numel()));
   a.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
-  for (const void* pointer : {x.const_data_ptr(), static_cast<const void*>(a.workspace), out.const_data_ptr()})
-    require(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, "x, out and workspace must be aligned to 16 bytes");
+  require_aligned(x, "x");
+  require_aligned(out, "out");
+  require_aligned(workspace, "workspace");
   a.x = x.const_data_ptr();
   a.out = out.mutable_data_ptr();
   a.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
@@ -135,6 +148,7 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
 }
 
 int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate_padded) {
+  require(tokens >= 0 && top_k > 0 && num_experts > 0 && hidden > 0 && intermediate_padded > 0, "workspace sizes must be positive");
   LayerShape s = {};
   s.tokens = tokens;
   s.top_k = top_k;
@@ -150,10 +164,13 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   const int device = x.get_device_index();
   const Projection w = projection(packed, row_scale, bias, "packed", device);
   require(packed.size(0) == 1, "gemm_plain takes one expert");
+  require(out.dim() == 2, "out must be [M, N]");
   const int64_t tokens = x.size(0), k = x.size(1), n = out.size(1);
   require(k % 8 == 0 && n % 8 == 0 && k <= packed.size(2) * kBlockK && n <= packed.size(1) * kBlockRows, "x or out does not fit the packed weights");
   require_tensor(x, "x", device, x.scalar_type(), {tokens, k});
   require_tensor(out, "out", device, x.scalar_type(), {tokens, n});
+  require_aligned(x, "x");
+  require_aligned(out, "out");
   if (tokens == 0) return;
   DeviceGuard guard(device);
   Tensor scratch = torch::stable::new_empty(x, {kPlainScratchBytes}, ScalarType::Byte);

@@ -327,10 +327,18 @@ def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, g
     x, weights, ids = routing(5, SIZES)
     y = apply(layer, x, weights, ids)
     shape = (5, 2, 4, 96, 256)  # tokens, top-k, local experts, hidden, padded intermediate
-    assert set(asked) == {(*shape, gated), ((sum(shape),), torch.uint8)}
+    assert set(asked) == {(*shape, gated, 4), ((sum(shape),), torch.uint8)}
     assert passed[0][10] is scratch
     assert passed[0][12:] == (0, layer.quant_method.activation.code, 1.0, 0.0, math.inf, False, 3, 4)
     assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_refuses_activations_of_another_dtype():
+    with engine():
+        layer = ready(Experts(SIZES))
+    x, weights, ids = routing(5, SIZES)
+    with pytest.raises(ValueError, match=r"packed for torch.bfloat16 activations, found x of torch.float16"):
+        apply(layer, x.half(), weights, ids)
 
 
 def test_workspace_is_vllms(monkeypatch):

@@ -63,6 +63,12 @@ def test_choice_is_the_fastest_that_was_measured(shape, tokens, names):
     assert chosen(shape, tokens) == names
 
 
+def test_expert_parallelism_counts_only_the_rows_that_land_here():
+    shared = schedule.select(512, 8, 16, 4096, 1536, True, 128)
+    assert shared == schedule.select(64, 8, 16, 4096, 1536)
+    assert shared != schedule.select(512, 8, 16, 4096, 1536)
+
+
 def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
     choice, table = schedule.costs(64, 8, 128, 2048, 768)
     assert all(math.isfinite(c) and c > 0 for row in table for c in row)

@@ -17,8 +17,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high, __half) {
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float alpha, float beta, float limit) {
-  gate = fminf(gate, limit);
-  up = fminf(fmaxf(up, -limit), limit);
+  gate = ptx::min_nan(gate, limit);
+  up = ptx::min_nan(ptx::max_nan(up, -limit), limit);
   return (up + beta) * __fdividef(gate, 1.0f + __expf(-alpha * gate));
 }
 
@@ -51,6 +51,7 @@ __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
 template <typename T, typename C, Stage S, int N>
 __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
                                       int block0, int& buffer, const float (&acc)[C::kBlocks][N / 2]) {
+  static_assert(N % C::kStoreTokens == 0, "a store chunk would run past the accumulators");
   const int thread = ptx::opaque(threadIdx.x % 128), warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   const bool gated = S == Stage::kUp && p.activation != Activation::kRelu2;
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
@@ -92,7 +93,7 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
             if constexpr (S == Stage::kUp) {
 #pragma unroll
               for (int c = 0; c < 2; ++c) {
-                const float r = fmaxf(v[h][c], 0.0f);
+                const float r = ptx::max_nan(v[h][c], 0.0f);
                 v[h][c] = r * r;
               }
             }

@@ -54,6 +54,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
 
 template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
+  // Accumulators of 160 tokens and the activation leave little; where tokens are sorted the producers can do with less.
+  constexpr int kProducerRegisters = S == Stage::kUp && C::kMaxWidth > 128 && !kGathers<C, S> ? 40 : 56;
   extern __shared__ uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {
@@ -69,10 +71,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   }
   __syncthreads();
   if (threadIdx.x >= C::kConsumers) {
-    if constexpr (C::kSplitRegisters) ptx::registers_release<C::kProducerRegisters>();
+    if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();
     produce<C, S>(p, &map, s, threadIdx.x - C::kConsumers);
   } else {
-    if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::kConsumerRegisters>();
+    if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::template kConsumerRegisters<kProducerRegisters>>();
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();  // after the wait: the next kernel may read what this one's predecessors wrote
     consume<T, C, S>(p, s, threadIdx.x / 128);

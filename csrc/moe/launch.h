@@ -11,7 +11,10 @@
 namespace vllm_humming {
 
 inline void check(cudaError_t e, const char* what) {
-  if (e != cudaSuccess) throw std::runtime_error(std::string("vllm_humming: could not ") + what + ": " + cudaGetErrorString(e));
+  if (e == cudaSuccess) return;
+  cudaGetLastError();  // or the next check would report this one again
+  std::string hint = e == cudaErrorInsufficientDriver ? " (the driver must support the CUDA major version of the nvcc that built the kernels)" : "";
+  throw std::runtime_error(std::string("vllm_humming: could not ") + what + ": " + cudaGetErrorString(e) + hint);
 }
 
 // Launches with programmatic stream serialization: the kernel starts early and waits with griddepcontrol.wait.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Carves the workspace and launches route, up GEMM, down GEMM and reduce. Nothing here allocates or synchronises.
+// Carves the workspace and launches route, permute, up GEMM, down GEMM and reduce. Nothing here allocates or synchronises.
 #include <algorithm>
 #include "../mma/chunk.h"
 #include "../ptx/ptx.cuh"
@@ -87,7 +87,8 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.top_k = int(s.top_k);
   g.column_tiles = int(blocks(g.row_blocks, up.blocks));
   // A weight tile is read once a token tile: worth keeping in L2 only where an expert has several.
-  g.evict_first = entries <= s.experts * up.widths.max();
+  const int64_t local_entries = entries * s.experts / std::max(s.experts, s.global_experts);  // about, under expert parallelism
+  g.evict_first = local_entries <= s.experts * up.widths.max();
   g.activation = a.activation;
   g.alpha = a.alpha;
   g.beta = a.beta;
@@ -107,7 +108,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.x_columns = g.x_stride = int(s.intermediate);
   g.out_columns = g.out_stride = int(s.hidden);
   g.column_tiles = int(blocks(g.row_blocks, down.blocks));
-  g.evict_first = entries <= s.experts * down.widths.max();
+  g.evict_first = local_entries <= s.experts * down.widths.max();
   down.launch(a.dtype, Stage::kDown, g, entries, most_token_tiles(down, entries, s.experts) * g.column_tiles, stream);
 
   ReduceParams r = {};

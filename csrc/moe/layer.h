@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One routed-experts layer on device pointers: what ops.cpp validates and layer.cpp runs.
+// One routed-experts layer on device pointers: what ops.cpp validates and layer.cu runs.
 #pragma once
 #include "launch.h"
 

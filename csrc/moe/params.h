@@ -24,7 +24,7 @@ struct GemmParams {
   const uint8_t* packed;      // [E, row_blocks, k_blocks, kChunkBytes]
   const float* row_scale;     // [E, row_blocks * 64]
   const float* bias;          // the same, or null
-  const void* x;              // kUp: [tokens, x_stride]; kDown: [rows, x_stride]
+  const void* x;              // [tokens, x_stride] where gathered, else [rows, x_stride]
   void* out;                  // kUp: [rows, out_stride]; kDown: [slots, out_stride]
   const TokenTile* tiles;
   const int* tile_count;

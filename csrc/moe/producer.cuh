@@ -61,7 +61,9 @@ template <typename C>
 struct Gather {
   static constexpr int kChunks = kBlockK * 2 / 16;                 // 16-byte chunks of a row's stage
   static constexpr int kRowStep = C::kProducers / kChunks;
-  static constexpr int kLag = C::kStages / 2;                      // a stage is free once the one kStages before it was announced
+  static constexpr int kLag = C::kStages / 2;
+  // A stage is released after the first wgmma of the next, so to get stage n the producer must have announced n - kStages + 1.
+  static_assert(kLag + 2 <= C::kStages || C::kMaxWidth <= C::kNarrow, "the gather would wait for a stage it has not announced");
   const int chunk, first_row;
   int issued = 0;                                                  // stages
   __device__ __forceinline__ explicit Gather(int thread) : chunk(thread % kChunks), first_row(thread / kChunks) {}
@@ -89,8 +91,8 @@ struct Gather {
   }
   // The stages not announced yet, the last of them at `stage`.
   __device__ __forceinline__ void finish(const Shared& s, int stage) {
+    ptx::copy16_wait<0>();                                         // no thread leaves with copies in flight
     if constexpr (C::kMaxWidth > C::kNarrow) {
-      ptx::copy16_wait<0>();
       ptx::fence_proxy_async();
       for (int i = min(issued, kLag) - 1; i >= 0; --i) ptx::mbarrier_arrive(s.full + (stage + C::kStages - i) % C::kStages * 8);
       issued = 0;
@@ -117,8 +119,10 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
   // The down GEMM's tile list is older than the kernel before this one, so its first weights need not wait for that kernel's rows.
   int ahead = 0;
   if constexpr (S == Stage::kDown) {
-    if (thread == 0 && blockIdx.x < *p.tile_count * p.column_tiles) {
-      const TokenTile tile = p.tiles[blockIdx.x / p.column_tiles];
+    // From L2: this SM's L1 may hold what these addresses were in an earlier layer.
+    if (thread == 0 && blockIdx.x < __ldcg(p.tile_count) * p.column_tiles) {
+      const int4 packed = __ldcg(reinterpret_cast<const int4*>(p.tiles) + blockIdx.x / p.column_tiles);
+      const TokenTile tile = {packed.x, packed.y, packed.z, packed.w};
       const uint32_t token_bytes = (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
       ahead = min(C::kStages, p.k_blocks);
       for (int kb = 0; kb < ahead; ++kb)
@@ -149,7 +153,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
     }
     // A tile shorter than the lag is announced at once: the next info buffer may be waiting for its end.
     if constexpr (kGather)
-      if (p.k_blocks < Gather<C>::kLag) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
+      if (C::kMaxWidth > C::kNarrow && p.k_blocks < Gather<C>::kLag) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
   }
   if constexpr (kGather) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
   publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, thread);   // no more tiles

@@ -12,7 +12,7 @@ CUtensorMap token_map(DType dtype, const void* data, int64_t rows, int64_t colum
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result), "find cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
-  if (encode == nullptr) throw std::runtime_error("vllm_humming: this driver has no cuTensorMapEncodeTiled; it must support CUDA 12 or later");
+  if (encode == nullptr) throw std::runtime_error("vllm_humming: this driver has no cuTensorMapEncodeTiled");
   CUtensorMap map = {};
   const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride) * 2};
   const cuuint32_t box[] = {64, cuuint32_t(box_rows)}, steps[] = {1, 1};

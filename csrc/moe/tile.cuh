@@ -38,12 +38,12 @@ struct TileConfig {
   static constexpr int kThreads = kConsumers + kProducers;
   // Registers move from the producers to the consumers; setmaxnreg works on whole warpgroups and within the launch's total.
   static constexpr bool kSplitRegisters = ProducerWarps == 4;
-  static constexpr int kProducerRegisters = Ctas == 2 ? 48 : 56;
-  static constexpr int kConsumerRegisters = (65536 / Ctas / kThreads / 8 * 8 * kThreads - kProducerRegisters * 128) / kConsumers / 8 * 8;
+  template <int Producer>
+  static constexpr int kConsumerRegisters = (65536 / Ctas / kThreads / 8 * 8 * kThreads - Producer * 128) / kConsumers / 8 * 8;
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
-  static constexpr int kStoreTokens = kMaxWidth <= 32 || Ctas > 1 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;

@@ -17,6 +17,18 @@ __device__ __forceinline__ uint32_t opaque(uint32_t v) {
 // A condition that is the same in all lanes, said so that the compiler keeps what depends on it in uniform registers.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
 
+// min and max that keep a NaN (fminf and fmaxf drop it).
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
 // ---- mbarrier ----
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");

@@ -164,6 +164,28 @@ def router_weight_group(report: Report, args: argparse.Namespace) -> None:
     report.end()
 
 
+def check_nan(layer: Layer, tokens: int) -> float:
+    """A token with a NaN gives NaN, whatever clamps the activation has, and disturbs no other token."""
+    gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens)
+    x = batch(tokens, layer, gen)
+    weights, ids = route(tokens, layer.shape.experts, layer.shape.top_k, "uniform", gen)
+    x[1, 5] = float("nan")
+    out = run(layer, x, weights, ids)
+    require(bool(out[1].isnan().all()), "a NaN token gave numbers")
+    rest = torch.arange(tokens, device=x.device) != 1
+    x[1] = 0
+    return compare(out[rest], oracle(layer, x, weights, ids)[rest])
+
+
+def nan_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("NaN tokens")
+    for spec in SPECS:
+        layer = make_layer(Shape(736, 160, 5, 3, spec), torch.bfloat16, args.device)
+        for m in (2, 40, 400):
+            report.case(f"{spec} M={m}", lambda m=m, layer=layer: check_nan(layer, m))
+    report.end()
+
+
 def routing_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("skewed routing")
 
@@ -260,6 +282,7 @@ GROUPS = {
     "row-scales": row_scales_group,
     "ids": ids_group,
     "router-weight": router_weight_group,
+    "nan": nan_group,
     "routing": routing_group,
     "tiles": tiles_group,
     "large": large_group,

@@ -163,6 +163,11 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         topk_weights [M, k]; topk_ids [M, k] global expert ids, -1 and ids of other ranks contribute nothing.
         shared_experts is ignored: vLLM runs them itself, since no modular kernel is set.
         """
+        if x.dtype != self._dtype:  # the packed bits are laid out for one dtype
+            raise ValueError(
+                f"{self.layer_name}: experts packed for {self._dtype} activations, found x of {x.dtype}; "
+                "start the engine with that dtype"
+            )
         x = x.contiguous()
         out = torch.empty_like(x)
         if x.shape[0] == 0:
@@ -226,7 +231,8 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
         size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, top_k, experts, hidden, intermediate)
         gated = layer.w13_packed.shape[1] * 64 > intermediate
-        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate, gated)
+        global_experts = experts if layer.expert_map is None else layer.expert_map.shape[0]
+        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate, gated, global_experts)
         return compat.workspace((size,), torch.uint8), tile1, tile2
 
     def _refuse_unsupported(self) -> None:

@@ -86,21 +86,36 @@ def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int,
 
 @lru_cache(maxsize=8192)
 def select(
-    num_tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, gated: bool = True
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool = True,
+    global_experts: int | None = None,
 ) -> tuple[int, int]:
     """Indices into TILES for the up and the down GEMM.
 
     num_tokens: tokens of the batch. top_k: experts a token. num_experts: local experts. hidden, intermediate: sizes of
-    the layer (intermediate padded to 128). Pure host arithmetic, cached: safe under graph capture.
+    the layer (intermediate padded to 128). global_experts: experts that the ids range over, more than num_experts under
+    expert parallelism. Pure host arithmetic, cached: safe under graph capture.
     """
-    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated)[0]
+    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts)[0]
 
 
 def costs(
-    num_tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, gated: bool = True
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool = True,
+    global_experts: int | None = None,
 ) -> tuple[tuple[int, int], list[tuple[float, float]]]:
     """What `select` picks, and every tile's expected (up, down) microseconds."""
-    entries = max(1, min(num_tokens, 16384)) * top_k  # larger batches run in chunks of 16384 tokens
+    # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
+    share = num_experts / max(num_experts, global_experts or 0)
+    entries = max(1.0, max(1, min(num_tokens, 16384)) * top_k * share)
     active = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
     mean = entries / active
     spread = math.sqrt(max(0.0, mean - 1.0))
