@@ -2,7 +2,7 @@
 """Times one routed-experts layer of the installed vLLM, by quantisation method, as a graph replay over rotating layers.
 
 usage: vllm_layer.py QUANT LABEL [--fmt mxfp4|nvfp4] [--shapes ...] [--ms ...] [--routing uniform|zipf|onehot]
-           [--activation fp8] [--out FILE]
+           [--out FILE]
 QUANT: humming (the plugin's method where it is installed, else vLLM's own) or compressed-tensors (Marlin). Prints one
 JSON line a point and, with --out, appends it to FILE. A point that fails prints FAIL and makes the exit status 1.
 benchmarks/README.md states the protocol.
@@ -165,7 +165,7 @@ def print_method(layer):
     print("METHOD", type(method).__module__, type(method).__name__, "experts", type(experts).__name__, flush=True)
 
 
-def start_vllm(stack, **config):
+def start_vllm(stack):
     """A VllmConfig, current until `stack` closes, and what a worker sets up before it builds layers."""
     from vllm.plugins import load_general_plugins
 
@@ -176,7 +176,7 @@ def start_vllm(stack, **config):
 
     torch.cuda.set_device(0)
     init_workspace_manager(torch.device("cuda:0"))
-    vllm_config = VllmConfig(**config)
+    vllm_config = VllmConfig()
     vllm_config.scheduler_config.max_num_batched_tokens = max(TOKENS)
     stack.enter_context(set_current_vllm_config(vllm_config))
     rendezvous = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
@@ -194,15 +194,15 @@ def main() -> int:
     parser.add_argument("--fmt", choices=list(WEIGHT_BYTES), default="mxfp4")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--routing", choices=["uniform", "zipf", "onehot", "one-hot"], default="uniform")
-    parser.add_argument("--activation", help="additional_config['humming']['activation'] of the engine")
+
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--out", help="append one JSON line a point")
     args = parser.parse_args()
-    config = {"additional_config": {"humming": {"activation": args.activation}}} if args.activation else {}
+
     failed = 0
     with ExitStack() as stack:
         out = stack.enter_context(open(args.out, "a")) if args.out else None
-        vllm_config = start_vllm(stack, **config)
+        vllm_config = start_vllm(stack)
         for shape in args.shapes:
             layers = layers_of(shape, args.quant, args.fmt)
             print_method(layers[0])
