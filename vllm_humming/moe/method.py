@@ -7,7 +7,7 @@ expert parallelism, and data parallelism over vLLM's all-gather/reduce-scatter b
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,17 @@ _PLACEHOLDER_DTYPES = {"codes": torch.uint8, "scales": torch.uint8}
 
 
 class _Tally:
-    """Counts this process's layers, so that one line after loading can tell how many run here."""
+    """Counts the layers of the model being loaded, so that one line after loading can tell how many run here."""
 
-    built = 0
+    names: ClassVar[set[str]] = set()
     ready = 0
+
+    @classmethod
+    def add(cls, name: str) -> None:
+        # Another model: the last one is complete, or loading it failed and this process tries again.
+        if name in cls.names or cls.ready == len(cls.names):
+            cls.names, cls.ready = set(), 0
+        cls.names.add(name)
 
 
 class HummingMxfp4MoEMethod(FusedMoEMethodBase):
@@ -52,7 +59,7 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         self._refuse_unsupported()
         self.backend = hardware.resolve_backend(options)
         self.weight_format = WEIGHT_FORMATS[scheme.weight_format]
-        _Tally.built += 1
+        _Tally.add(layer_name)
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -288,7 +295,7 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
     def _report(self) -> None:
         _Tally.ready += 1
         logger.debug("%s: MXFP4 experts, %s path", self.layer_name, self.backend)
-        if _Tally.ready == _Tally.built:
+        if _Tally.ready == len(_Tally.names):
             logger.info(
                 "vllm-humming %s: %d MoE layer%s run through vllm_humming (MXFP4 experts, %s path)",
                 __version__,
