@@ -119,6 +119,7 @@ def test_the_same_seed_gives_the_same_files_and_another_does_not(tmp_path):
         ({"top_k": 5}, "top_k 5, experts 4"),
         ({"vocab": 64}, "vocab is 64, the tokenizer needs at least"),
         ({"heads": 3}, "heads 3"),
+        ({"kv_heads": 0}, "kv_heads 0: not a transformer"),
     ],
 )
 def test_impossible_sizes_are_refused(tmp_path, change, message):

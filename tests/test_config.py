@@ -137,7 +137,12 @@ def test_ignored_experts_stay_with_vllm(monkeypatch):
     with engine():
         layer = build(CT_MXFP4, SIZES)
         monkeypatch.setattr(base, "get_quant_method", lambda self, layer, prefix: "vllm's")
+        lines = []
+        monkeypatch.setattr(config_module.logger, "info", lambda text, *args: lines.append(text % args))
         assert config.get_quant_method(layer, layer.layer_name) == "vllm's"
+    assert lines == [
+        "model.layers.0.mlp.experts: this checkpoint leaves these experts unquantised; vLLM's own method runs them"
+    ]
 
 
 def test_experts_of_another_scheme_are_refused_by_name():

@@ -221,17 +221,26 @@ def test_summary_line_counts_layers(monkeypatch):
 
     lines = []
     monkeypatch.setattr(method.logger, "info", lambda text, *args: lines.append(text % args))
-    monkeypatch.setattr(method._Tally, "built", 0)
+    monkeypatch.setattr(method._Tally, "names", set())
     monkeypatch.setattr(method._Tally, "ready", 0)
-    with engine():
-        layers = [build(CT_MXFP4, SIZES, name=f"model.layers.{n}.mlp.experts") for n in range(2)]
-        for layer in layers:
-            load_split(layer, Experts(SIZES))
-            finish(layer)
-    assert lines == [
-        f"vllm-humming {vllm_humming.__version__}: 2 MoE layers run through vllm_humming "
-        + "(MXFP4 experts, reference path)"
-    ]
+
+    def load_model(skip=()):
+        with engine():
+            layers = [build(CT_MXFP4, SIZES, name=f"model.layers.{n}.mlp.experts") for n in range(2)]
+            for layer in layers:
+                load_split(layer, Experts(SIZES), skip=skip)
+                finish(layer)
+
+    line = f"vllm-humming {vllm_humming.__version__}: 2 MoE layers run through vllm_humming "
+    line += "(MXFP4 experts, reference path)"
+    load_model()
+    assert lines == [line]
+    with pytest.raises(ValueError, match="lacks 1 tensors"):
+        load_model(skip=("1.w2.weight_scale",))
+    load_model()  # a process that failed to load a model, or loaded another before, tells the same of the next
+    assert lines == [line] * 2
+    load_model()
+    assert lines == [line] * 3
 
 
 def fake_moe(**changes):
@@ -303,6 +312,8 @@ def test_swiglu_parameters_come_from_the_layer_then_the_model(monkeypatch):
     moe.activation, layer.swiglu_limit = MoEActivation.SILU, None
     monkeypatch.setattr(compat, "hf_text_config", lambda: None)
     assert activation_spec(layer, moe, "layer 3") == (reference.Activation.SWIGLU, 1.0, 0.0, math.inf, False)
+    layer.swiglu_limit = 0.0
+    assert activation_spec(layer, moe, "layer 3").limit == math.inf
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2_no_mul", False)])

@@ -66,7 +66,7 @@ class Sizes:
                 f"top_k {self.top_k}, experts {self.experts}, hidden {self.hidden}: "
                 "expected 1 <= top_k <= experts <= hidden / 4"
             )
-        if self.layers < 1 or self.heads % self.kv_heads:
+        if min(self.layers, self.heads, self.kv_heads, self.head_dim) < 1 or self.heads % self.kv_heads:
             raise ValueError(f"layers {self.layers}, heads {self.heads}, kv_heads {self.kv_heads}: not a transformer")
 
 

@@ -43,7 +43,8 @@ def activation_spec(layer: nn.Module, moe: Any, layer_name: str) -> ActivationSp
 
     if activation is MoEActivation.SILU:
         limit = parameter("limit", math.inf)
-        return ActivationSpec(Activation.SWIGLU, 1.0, 0.0, limit, False)
+        # A limit of 0 means none, as in vLLM's models and kernels.
+        return ActivationSpec(Activation.SWIGLU, 1.0, 0.0, limit if limit > 0 else math.inf, False)
     if activation is MoEActivation.SWIGLUOAI:
         alpha, beta, limit = parameter("alpha", 1.702), parameter("beta", 1.0), parameter("limit", 7.0)
         return ActivationSpec(Activation.SWIGLU, alpha, beta, limit, True)

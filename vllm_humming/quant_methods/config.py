@@ -18,6 +18,8 @@ from vllm_humming.plugin import announce
 from vllm_humming.quant_methods import formats
 from vllm_humming.quant_methods.formats import CheckpointFormat, ExpertScheme
 
+logger = compat.logger(__name__)
+
 _SHADOW_PREFIX = "HummingShadow_"
 _ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -96,6 +98,7 @@ class ShadowMixin:
             scheme = self.checkpoint_format.expert_scheme(self, layer, prefix)
             if scheme is not None:
                 return _moe_method(layer, scheme, prefix)
+            logger.info("%s: this checkpoint leaves these experts unquantised; vLLM's own method runs them", prefix)
         try:
             method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
         except ValueError as error:
