@@ -11,7 +11,7 @@ demo:  ## install vLLM for this machine, serve a small MXFP4 model, ask it somet
 	python="$$($(ENVIRONMENT) auto)" && "$$python" scripts/demo.py
 
 test:  ## unit, layer and engine tests; layer tests also with the oldest and newest supported vLLM
-	python="$$($(ENVIRONMENT) cpu)" && \
+	python="$$($(ENVIRONMENT) cpu --kernels)" && \
 	PYTHON="$$python" bash tests/run_against_vllm.sh $(OLDEST_VLLM) && \
 	PYTHON="$$python" bash tests/run_against_vllm.sh $(NEWEST_VLLM) && \
 	"$$python" -m pytest tests

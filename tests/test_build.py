@@ -13,6 +13,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build_tools"))
+sys.path.insert(0, str(ROOT / "scripts"))
+import environment  # noqa: E402
+
 import kernels  # noqa: E402
 
 HEADER = "#pragma once\n#include <cuda_runtime.h>\nvoid scale(float* x, int n, cudaStream_t stream);\n"
@@ -142,3 +145,19 @@ def test_an_install_without_kernels_succeeds_and_says_so_once(tmp_path):
     assert {name.split("/")[0] for name in names} == {"vllm_humming", "vllm_humming-0.1.0.dist-info"}
     entry_points = zipfile.ZipFile(wheel).read("vllm_humming-0.1.0.dist-info/entry_points.txt").decode()
     assert "[vllm.general_plugins]\nvllm_humming = vllm_humming:register" in entry_points
+
+
+@pytest.mark.parametrize(("arguments", "fetches"), [(["cpu"], []), (["cpu", "--kernels"], [False]), (["cuda"], [True])])
+def test_a_cpu_environment_builds_kernels_only_when_asked(arguments, fetches, tmp_path, monkeypatch, capsys):
+    """make demo and make lint need no kernels on a CPU, so no compiler can make them fail there."""
+    asked = []
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment.venv, "create", lambda directory, **kwargs: directory.mkdir(parents=True))
+    monkeypatch.setattr(environment, "pip", lambda *args, **kwargs: None)
+    monkeypatch.setattr(environment, "install_cpu_engine", lambda python, requirement: None)
+    monkeypatch.setattr(environment, "build_kernels", lambda python, fetch: asked.append(fetch))
+    monkeypatch.setattr(sys, "argv", ["environment.py", *arguments])
+    environment.main()
+    assert asked == fetches
+    assert capsys.readouterr().out == f"{tmp_path / '.venv' / arguments[0] / 'bin' / 'python'}\n"
