@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small run of every compiled kernel, for compute-sanitizer; checks nothing itself.
 
-usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --kernel-name-regex kns=vllm_humming \\
-           --error-exitcode 1 python3 tests/gpu/run_each_kernel.py
+usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 python3 tests/gpu/run_each_kernel.py
 """
 
 import torch
