@@ -215,6 +215,25 @@ def test_nan_scale_is_refused(layer):
         load_split(layer, experts)
 
 
+def test_scale_errors_name_the_tensor_and_its_own_row(layer):
+    experts = Experts(SIZES)
+    experts.scales["w13"][1, 160 + 7, 2] = 255  # rows of gate come before those of up
+    with pytest.raises(ValueError, match=rf"{NAME}: expert 1: w3 scale of row 7, group 2.*255"):
+        load_split(layer, experts)
+
+
+def test_gate_and_up_scales_of_different_dtypes(layer):
+    """128 is a legal byte and, as a float, a legal power of two: joining must not turn one into the other."""
+    experts = Experts(SIZES)
+    experts.scales["w13"][0, 160:] = 128
+    for shard, scales in zip(("w1", "w3"), experts.scales["w13"][0].chunk(2), strict=True):
+        given = torch.exp2(scales.float() - 127) if shard == "w1" else scales
+        load_one(layer, "w13_weight_scale", given, shard, 0)
+    load_split(layer, experts, skip=("0.w1.weight_scale", "0.w3.weight_scale"))
+    finish(layer)
+    check_layer(layer, experts)
+
+
 def test_nan_bias_is_refused():
     with engine():
         layer = build(GPT_OSS, SIZES, **GPT_OSS_LAYER)

@@ -61,6 +61,17 @@ def e8m0_bytes(where: str, scales: Tensor) -> Tensor:
     return torch.where(lowest, 0, exponent).to(torch.uint8)
 
 
+def refuse_nan(where: str, scales: Tensor) -> None:
+    """Raises ValueError, its message started by where, for an e8m0 NaN (255) in scales, uint8 [N, groups]."""
+    nan = scales == 255
+    if bool(nan.any()):
+        row, group = nan.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where} scale of row {row}, group {group} is the e8m0 NaN (255), expected 0..254; "
+            "the checkpoint is damaged or was not loaded completely"
+        )
+
+
 def window_scales(where: str, scales: Tensor, live: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """e8m0 scales uint8 [N, groups] -> (packed scale bytes uint8 [N, groups], row exponents b int32 [N]).
 
@@ -75,12 +86,7 @@ def window_scales(where: str, scales: Tensor, live: Tensor, window: Window) -> t
     nan = scales == 255
     outside = s_min - b < window.lowest
     if bool(nan.any() | outside.any()):
-        if bool(nan.any()):
-            row, group = nan.nonzero()[0].tolist()
-            raise ValueError(
-                f"{where} scale of row {row}, group {group} is the e8m0 NaN (255), expected 0..254; "
-                "the checkpoint is damaged or was not loaded completely"
-            )
+        refuse_nan(where, scales)
         row = int(outside.nonzero()[0, 0])
         low, high = int(s_min[row]), int(s_max[row])
         fix = "serve it with --dtype bfloat16" if window.name == "float16" else "no activation dtype holds it"

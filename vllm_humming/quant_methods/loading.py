@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vllm_humming.moe.packing import GROUP_K, PackedProjection, pack_expert
 from vllm_humming.moe.quantize import quantize_mxfp4
+from vllm_humming.moe.scales import e8m0_bytes, refuse_nan
 from vllm_humming.quant_methods.formats import ExpertScheme, TensorKind
 
 Projection = Literal["w13", "w2"]
@@ -218,10 +219,18 @@ class ExpertLoader:
     def _pack(self, projection: Projection, expert: int, shards: list[str], staged: dict[_Part, Tensor]) -> None:
         destination = self.packed[projection]
 
+        def part(shard: str, kind: TensorKind) -> Tensor:
+            tensor = staged[_Part(shard, kind)]
+            if kind == "scales":
+                # Bytes before gate and up are joined: each may have its own dtype, and errors name the one they are in.
+                where = f"{self.layer}: expert {expert}: {shard}"
+                tensor = e8m0_bytes(where, tensor.contiguous())
+                refuse_nan(where, tensor)
+            tensor = tensor.to(destination.packed.device)
+            return tensor.view(torch.uint8) if kind == "codes" else tensor
+
         def joined(kind: TensorKind) -> Tensor:
-            parts = [staged[_Part(shard, kind)].to(destination.packed.device) for shard in shards]
-            # torch cannot concatenate float8_e8m0fnu everywhere; its bytes are the e8m0 codes.
-            parts = [p.view(torch.uint8) if p.dtype in (torch.int8, torch.float8_e8m0fnu) else p for p in parts]
+            parts = [part(shard, kind) for shard in shards]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         codes, scales = joined("codes"), joined("scales")
@@ -232,7 +241,7 @@ class ExpertLoader:
             # The packed K is that of a full shard; zero codes stand for the channels this rank does not have.
             short = self.shape.shard - self.shape.channels
             codes = F.pad(codes, (0, short // 2))
-            scales = F.pad(scales, (0, short // GROUP_K), value=127 if scales.dtype == torch.uint8 else 1)
+            scales = F.pad(scales, (0, short // GROUP_K), value=127)
         pack_expert(
             destination,
             expert,
