@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small run of every compiled kernel, for compute-sanitizer; checks nothing itself.
 
-usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 python3 tests/gpu/run_each_kernel.py
+usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 \\
+           python3 tests/gpu/run_each_kernel.py [--few]
+memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size.
 """
+
+import argparse
 
 import torch
 from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, workspace_for
@@ -16,14 +20,18 @@ ROUTED = 3000  # enough rows for the routing of large batches
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--few", action="store_true", help="one batch size, every tile with one activation only")
+    few = parser.parse_args().few
+    thorough = ("silu",) if few else ("silu", "relu2")
     ops.load_kernels()
     gen = torch.Generator(device="cuda").manual_seed(0)
     runs = 0
     for dtype in (torch.bfloat16, torch.float16):
         for spec in SPECS:
             layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda")
-            every_tile = [(t, t) for t in range(len(schedule.TILES))] if spec in ("silu", "relu2") else []
-            for tokens in TOKENS:
+            every_tile = [(t, t) for t in range(len(schedule.TILES))] if spec in thorough else []
+            for tokens in TOKENS[1:2] if few else TOKENS:
                 x = batch(tokens, layer, gen)
                 weights, ids = route(tokens, 3, 2, "uniform", gen)
                 ids[::5, 0] = -1
