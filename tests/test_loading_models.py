@@ -95,7 +95,7 @@ def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):
         tensors = load_file(file)
         save_file({n: t for n, t in tensors.items() if "layers.1.mlp.experts.5.up_proj.weight_s" not in n}, file)
     with pytest.raises(
-        ValueError, match=r"model\.layers\.1\.mlp\.experts: .*lacks 1 tensors.*expert 5 w3_weight_scale"
+        ValueError, match=r"model\.layers\.1\.mlp\.experts: .*lacks 1 tensor of.*expert 5 w3_weight_scale"
     ):
         load_model(tmp_path, "qwen3-mxfp4", monkeypatch)
 

@@ -67,7 +67,8 @@ def load_kernels() -> None:
 def _missing_message() -> str:
     return (
         f"the vllm-humming kernels are not installed ({LIBRARY_PATH} is missing): this installation was built without "
-        "nvcc. Install CUDA 12.8 or later, or `pip install nvidia-cuda-nvcc`, then reinstall vllm-humming"
+        "nvcc. Install the CUDA toolkit, 12.8 or later and of a major version that the driver supports, then reinstall "
+        "vllm-humming; `pip install .` takes nvcc 13.0 from PyPI where there is a driver and no toolkit"
     )
 
 

@@ -121,8 +121,9 @@ class ExpertLoader:
                     missing += dict.fromkeys(f"expert {expert} {part.shard}_{self._name(part.kind)}" for part in parts)
         if missing:
             rest = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+            count = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors"
             raise ValueError(
-                f"{self.layer}: the checkpoint lacks {len(missing)} tensors of this rank's experts (local ids): "
+                f"{self.layer}: the checkpoint lacks {count} of this rank's experts (local ids): "
                 f"{', '.join(missing[:_LISTED])}{rest}. Check that every file of the checkpoint is there and complete"
             )
 
