@@ -6,8 +6,9 @@ that uniform routing would give. The token width of every tile is then picked on
 real count (csrc/moe/route.cu): any choice made here is correct for any routing.
 
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
-`blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200 (docs/kernel-notes.md, "Measured");
-tiles run in rounds of SMs x CTAs. Tiles that read sorted tokens add the sorting copy.
+`blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
+(docs/kernel-notes.md, "Measured"); tiles run in rounds of SMs x CTAs. Tiles that read sorted tokens
+add the sorting copy.
 """
 
 import argparse
