@@ -39,11 +39,9 @@ __device__ __forceinline__ uint32_t activate_pair(const GemmParams& p, const flo
 // Barrier ids as constants: a run-time id would reserve all sixteen.
 template <typename C>
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
-  static_assert(C::kWarpgroups <= 4);
+  static_assert(C::kWarpgroups <= 2);
   if (C::kWarpgroups == 1 || warpgroup == 0) ptx::named_barrier<1>(128);
-  else if (C::kWarpgroups == 2 || warpgroup == 1) ptx::named_barrier<2>(128);
-  else if (C::kWarpgroups == 3 || warpgroup == 2) ptx::named_barrier<3>(128);
-  else ptx::named_barrier<4>(128);
+  else ptx::named_barrier<2>(128);
 }
 
 // Stores one warpgroup's blocks, kStoreTokens tokens at a time: transposed to token rows in one of two staging buffers, then 16 bytes a

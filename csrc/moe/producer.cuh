@@ -33,15 +33,20 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
   ptx::mbarrier_arrive(full);
 }
 
+// Bytes of a stage that load_sorted brings.
 template <typename C>
-__device__ __forceinline__ uint32_t load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
-                                                 uint64_t policy, uint32_t token_bytes) {
+__device__ __forceinline__ uint32_t sorted_bytes(int count) {
+  return (count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
+}
+
+template <typename C>
+__device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
+                                             uint64_t policy, uint32_t token_bytes) {
   const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
   const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * kChunkBytes;
   const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
   ptx::mbarrier_arrive_expect_tx(full, blocks * kChunkBytes + token_bytes);
   for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * kChunkBytes, w + size_t(b) * p.k_blocks * kChunkBytes, kChunkBytes, full, policy);
-  return full;
 }
 
 // Tokens whose rows lie together: 64 columns x kBoxRows rows a copy, swizzled by the copy engine. Run by thread 0 alone.
@@ -123,10 +128,9 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
     if (thread == 0 && blockIdx.x < __ldcg(p.tile_count) * p.column_tiles) {
       const int4 packed = __ldcg(reinterpret_cast<const int4*>(p.tiles) + blockIdx.x / p.column_tiles);
       const TokenTile tile = {packed.x, packed.y, packed.z, packed.w};
-      const uint32_t token_bytes = (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
       ahead = min(C::kStages, p.k_blocks);
       for (int kb = 0; kb < ahead; ++kb)
-        load_weights<C>(p, s, tile, blockIdx.x % p.column_tiles * C::kTileBlocks, kb, kb, policy, token_bytes);
+        load_weights<C>(p, s, tile, blockIdx.x % p.column_tiles * C::kTileBlocks, kb, kb, policy, sorted_bytes<C>(tile.count));
     }
   }
   ptx::grid_dependency_wait();
@@ -140,7 +144,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, const CUtensorMap* 
     publish<C, S>(p, s, infos, tile, block0, thread);
     const uint32_t sources = TileInfo<C>(s, infos.at).slots();
     infos.next();
-    const uint32_t token_bytes = kGather ? 0 : (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
+    const uint32_t token_bytes = kGather ? 0 : sorted_bytes<C>(tile.count);
     if constexpr (kGather) gather.prepare(p, sources, tile.count, thread);
     else if (thread > 0) continue;
     for (int kb = 0; kb < p.k_blocks; ++kb) {
