@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
-from vllm_humming import __version__, compat, hardware, ops  # noqa: F401  (ops defines torch.ops.vllm_humming)
-from vllm_humming.moe import packing, reference
+from vllm_humming import __version__, compat, hardware, ops
+from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.packing import CHUNK_K, GROUP_K, PackedProjection
 from vllm_humming.options import HummingOptions
@@ -24,7 +24,7 @@ from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, Expert
 
 logger = compat.logger(__name__)
 
-WEIGHT_FORMATS = {"mxfp4": 0}
+WEIGHT_FORMATS = {name: code for code, name in ops.WEIGHT_FORMATS.items()}
 _PLACEHOLDER_DTYPES = {"codes": torch.uint8, "scales": torch.uint8}
 
 
@@ -233,12 +233,10 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         """Scratch and the two GEMMs' tiles. Depends on shapes alone, so it is the same in CUDA graph capture."""
         if self.backend == "reference":
             return torch.empty(0, dtype=torch.uint8, device=device), 0, 0
-        from vllm_humming.moe import schedule
-
         experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
         size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, top_k, experts, hidden, intermediate)
-        gated = layer.w13_packed.shape[1] * 64 > intermediate
         global_experts = experts if layer.expert_map is None else layer.expert_map.shape[0]
+        gated = self.activation.code.gated
         tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate, gated, global_experts)
         return compat.workspace((size,), torch.uint8), tile1, tile2
 

@@ -42,19 +42,22 @@ class Tile:
     cycles: tuple[int, ...]
 
     def chunk_cycles(self, rows: float) -> float:
-        """SM cycles of a weight chunk for `rows` tokens of one expert: full widest tiles, then one for the rest."""
-        full, rest = divmod(math.ceil(rows), self.widths[-1])
-        narrow = next(c for w, c in zip(self.widths, self.cycles, strict=True) if w >= rest) if rest else 0
-        return full * self.cycles[-1] + narrow
+        """SM cycles of a weight chunk for `rows` tokens of one expert."""
+        return self._summed(rows, self.cycles)
 
     def tiles(self, rows: float) -> int:
         """Token tiles of an expert with `rows` tokens."""
-        return math.ceil(math.ceil(rows) / self.widths[-1])
+        return self._summed(rows, (1,) * len(self.widths))
 
     def padded(self, rows: float) -> int:
         """Token widths that `rows` tokens of an expert are computed with, summed."""
+        return self._summed(rows, self.widths)
+
+    def _summed(self, rows: float, per_width: tuple[int, ...]) -> int:
+        """A per-width value summed over an expert's tiles: the widest while it fills them, then the narrowest."""
         full, rest = divmod(math.ceil(rows), self.widths[-1])
-        return full * self.widths[-1] + (next(w for w in self.widths if w >= rest) if rest else 0)
+        last = next(v for w, v in zip(self.widths, per_width, strict=True) if w >= rest) if rest else 0
+        return full * per_width[-1] + last
 
 
 # The order of csrc/moe/tiles.cpp.

@@ -24,7 +24,19 @@ _SHADOW_PREFIX = "HummingShadow_"
 _ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class HummingConfig(QuantizationConfig):
+class _Served:
+    """What both kinds of config answer for the engine."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return list(_ACTIVATION_DTYPES)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+
+class HummingConfig(_Served, QuantizationConfig):
     """`--quantization humming`. An instance of this class itself is an unquantised checkpoint, quantised on loading."""
 
     def __init__(self) -> None:
@@ -55,14 +67,6 @@ class HummingConfig(QuantizationConfig):
         return "humming"
 
     @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return list(_ACTIVATION_DTYPES)
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 90
-
-    @classmethod
     def get_config_filenames(cls) -> list[str]:
         return []
 
@@ -79,18 +83,10 @@ class HummingConfig(QuantizationConfig):
         return compat.unquantized_linear_method() if compat.is_linear(layer) else None
 
 
-class ShadowMixin:
+class ShadowMixin(_Served):
     """Comes before vLLM's config class in a shadow's bases; the experts' method is all it takes over."""
 
     checkpoint_format: CheckpointFormat
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return list(_ACTIVATION_DTYPES)
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 90
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if compat.is_routed_experts(layer):
