@@ -16,25 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
+from routing import ROUTINGS, route
 from torch import Tensor
 
-from benchmarks.routing import ROUTINGS, route
 from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.packing import CHUNK_K, CODE_BYTES, PackedProjection, allocate, padded_k
 
-# name: hidden, intermediate, experts, top-k
-SHAPES = {
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "seed1": (6144, 2048, 32, 8),
-    "seed2": (3584, 3072, 12, 8),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-}
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
-MXFP4_BYTES = 17 / 32  # a weight with its share of the scale
 MEMORY_RATE = 4.3e12  # bytes / s, measured
 TENSOR_RATE = 690e12  # flop / s, bf16, measured
-REPLAYS = 15
 # Scale bytes of groups of 2^-10..2^-6, so that the layer's output stays finite.
 SCALE_BYTES = {torch.bfloat16: (243, 248), torch.float16: (19, 24)}
 
@@ -45,9 +36,8 @@ class Layer:
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
         self.hidden, self.intermediate, self.experts, self.top_k = SHAPES[name]
-        self.expert_bytes = 3 * self.hidden * self.intermediate * MXFP4_BYTES
-        count = max(2, min(24, int(300e6 / (self.expert_bytes * self.top_k)) + 1))
-        self.sets = [self._random_set() for _ in range(count)]
+        self.expert_bytes = 3 * self.hidden * self.intermediate * WEIGHT_BYTES["mxfp4"]
+        self.sets = [self._random_set() for _ in range(weight_sets(name, "mxfp4"))]
 
     def _random_set(self) -> tuple[PackedProjection, PackedProjection]:
         make = {"num_experts": self.experts, "has_bias": False, "device": "cuda"}
@@ -82,24 +72,6 @@ def launcher(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], tiles: tuple[i
             )  # fmt: skip
 
     return run, out
-
-
-def replay_times(run: Callable[[], None], sets: int) -> list[float]:
-    """Sorted microseconds a layer of REPLAYS graph replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / sets)
-    return sorted(times)
 
 
 def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> dict[str, Any]:

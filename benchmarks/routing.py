@@ -14,7 +14,8 @@ def route(tokens: int, experts: int, top_k: int, kind: str, gen: torch.Generator
     zipf: distinct experts with probabilities 1/rank. one-hot: uniform, but every token also goes to expert 0.
     """
     shape, device = (tokens, experts), gen.device
-    logits = torch.randn(shape, device=device, generator=gen)
+    # Not the default dtype, which vLLM sets to the model's.
+    logits = torch.randn(shape, device=device, dtype=torch.float32, generator=gen)
     if kind == "balanced":
         weights = logits.softmax(-1)[:, :top_k]
         order = torch.randperm(experts, device=device, generator=gen)
@@ -24,7 +25,7 @@ def route(tokens: int, experts: int, top_k: int, kind: str, gen: torch.Generator
         p = 1.0 / torch.arange(1, experts + 1, device=device, dtype=torch.float32)
         p = p[torch.randperm(experts, device=device, generator=gen)]
         # Gumbel top-k: a sample without replacement
-        logits = p.log() - torch.rand(shape, device=device, generator=gen).log().neg().log()
+        logits = p.log() - torch.rand(shape, device=device, dtype=torch.float32, generator=gen).log().neg().log()
     elif kind == "one-hot":
         logits[:, 0] += 100
     elif kind != "uniform":

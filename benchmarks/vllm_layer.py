@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times one routed-experts layer of the installed vLLM, by quantisation method, as a graph replay over rotating layers.
 
-usage: vllm_layer.py QUANT LABEL [--fmt mxfp4|nvfp4] [--shapes ...] [--ms ...] [--routing uniform|zipf|onehot]
+usage: vllm_layer.py QUANT LABEL [--fmt mxfp4|nvfp4] [--shapes ...] [--ms ...] [--routing ...]
            [--out FILE]
 QUANT: humming (the plugin's method where it is installed, else vLLM's own) or compressed-tensors (Marlin). Prints one
 JSON line a point and, with --out, appends it to FILE. A point that fails prints FAIL and makes the exit status 1.
@@ -18,33 +18,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 os.environ["MASTER_PORT"] = str(29511 + os.getpid() % 400)
 import torch
-
-# name: hidden, intermediate, experts, top-k
-SHAPES = {
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "seed1": (6144, 2048, 32, 8),
-    "seed2": (3584, 3072, 12, 8),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-}
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
-WEIGHT_BYTES = {"mxfp4": 17 / 32, "nvfp4": 9 / 16}  # a weight with its share of the scale
-REPLAYS = 15
-
-
-def route(tokens, experts, top_k, routing, gen):
-    """(weights fp32 [tokens, top_k], summing to 1 a token, and ids int32 [tokens, top_k]) on the GPU."""
-    shape, on_gpu = (tokens, experts), {"device": "cuda", "dtype": torch.float32}
-    if routing == "zipf":
-        p = 1.0 / torch.arange(1, experts + 1, **on_gpu)
-        p = p[torch.randperm(experts, device="cuda", generator=gen)]
-        # Gumbel top-k: a sample without replacement
-        logits = p.log()[None] - torch.rand(shape, generator=gen, **on_gpu).log().neg().log()
-    else:
-        logits = torch.randn(shape, generator=gen, **on_gpu)
-        if routing in ("onehot", "one-hot"):
-            logits[:, 0] += 100
-    weights, ids = logits.softmax(-1).topk(top_k, -1)
-    return (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.int().contiguous()
+from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
+from routing import ROUTINGS, route
 
 
 def checkpoint_config(fmt):
@@ -87,9 +62,8 @@ def layers_of(shape, quant, fmt):
 
     make = getattr(fused_moe, "FusedMoE", None) or fused_moe.FusedMoEFactory  # a factory in newer versions
     hidden, intermediate, experts, top_k = SHAPES[shape]
-    expert_bytes = 3 * hidden * intermediate * WEIGHT_BYTES[fmt]
     layers = []
-    for n in range(max(2, min(24, int(300e6 / (expert_bytes * top_k)) + 1))):
+    for n in range(weight_sets(shape, fmt)):
         # from_config() may change what it is given
         quant_config = get_quantization_config(quant).from_config(json.loads(json.dumps(checkpoint_config(fmt))))
         module = make(
@@ -109,8 +83,8 @@ def layers_of(shape, quant, fmt):
     return layers
 
 
-def replay_times(layers, x, weights, ids, vllm_config):
-    """(sorted microseconds a layer of REPLAYS graph replays, output of the last layer)."""
+def timed(layers, x, weights, ids, vllm_config):
+    """(sorted microseconds a layer of the graph replays, output of the last layer)."""
     from vllm.forward_context import set_forward_context
 
     def run():
@@ -119,20 +93,7 @@ def replay_times(layers, x, weights, ids, vllm_config):
         return out
 
     with set_forward_context(None, vllm_config):
-        out = run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(layers))
-    return sorted(times), out
+        return replay_times(run, len(layers)), run()
 
 
 def measure(layers, shape, tokens, args, vllm_config):
@@ -140,8 +101,8 @@ def measure(layers, shape, tokens, args, vllm_config):
     hidden, intermediate, experts, top_k = SHAPES[shape]
     gen = torch.Generator(device="cuda").manual_seed(tokens)
     x = torch.randn(tokens, layers[0].moe_config.hidden_dim, generator=gen)
-    weights, ids = route(tokens, experts, top_k, args.routing, gen)
-    times, out = replay_times(layers, x, weights, ids, vllm_config)
+    weights, ids = route(tokens, experts, top_k, args.routing.replace("onehot", "one-hot"), gen)
+    times, out = timed(layers, x, weights, ids, vllm_config)
     us = times[len(times) // 2]
     active = ids.unique().numel()
     read = active * 3 * hidden * intermediate * WEIGHT_BYTES[args.fmt]
@@ -193,12 +154,10 @@ def main() -> int:
     parser.add_argument("label")
     parser.add_argument("--fmt", choices=list(WEIGHT_BYTES), default="mxfp4")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--routing", choices=["uniform", "zipf", "onehot", "one-hot"], default="uniform")
-
+    parser.add_argument("--routing", choices=[*ROUTINGS, "onehot"], default="uniform")
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--out", help="append one JSON line a point")
     args = parser.parse_args()
-
     failed = 0
     with ExitStack() as stack:
         out = stack.enter_context(open(args.out, "a")) if args.out else None
