@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped GEMM with 4-bit weights, swap-AB: D[weight rows x tokens] = W[rows x K] * X[tokens x K]^T.
 //
-//   producer warps              consumer warpgroups (kWarpgroups, each kBlocks blocks of 64 weight rows)
-//   --------------              ------------------------------------------------------------------------
-//   tile info ----------------> info_full[2]: expert, rows, slots, router weights, row scales, bias
-//   bulk copy of packed W ----> full[stage]:  load codes, decode to registers --> wgmma (A registers, B tokens)
-//   tensor copy or gather of X                release empty[stage]
-//                               epilogue: scale, bias, activation | router weight --> store; release info_empty[2]
+//   producer warps                     consumer warpgroups (kWarpgroups, each kBlocks blocks of 64 weight rows)
+//   --------------                     ------------------------------------------------------------------------
+//   scheduler: tile info ------------> info_full[kInfos]: expert, rows, slots, router weights, row scales, bias
+//   loaders: bulk copy of packed W --> full[stage]:  load codes, decode to registers --> wgmma (A registers, B tokens)
+//     tensor copy or gather of X                     release empty[stage]
+//                                      epilogue: scale, bias, activation | router weight --> store; release info_empty[kInfos]
 //
 // Persistent CTAs walk (token tile, column tile) pairs. The ring of stages runs on across tiles, so the next tile's weights arrive
 // during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the token width that its list
@@ -35,13 +35,12 @@ __device__ __forceinline__ void run_tile(const GemmParams& p, const Shared& s, R
 template <typename T, typename C, Stage S>
 __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, int warpgroup) {
   Ring<C::kStages> ring;
-  Ring<2> infos;
+  Ring<C::kInfos> infos;
   int store_buffer = 0;
   while (true) {
     const TileInfo<C> info(s, infos.at);
     ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
-    const uint4 header = ptx::load_shared_16(info.at);
-    const TokenTile tile = {int(header.x), int(header.y), int(header.z), int(header.w)};
+    const TokenTile tile = info.tile();
     if (ptx::uniform(tile.expert < 0)) break;
     const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
     if (ptx::uniform(block0 < p.row_blocks)) run_tile<T, C, S>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
@@ -60,11 +59,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(s.full + i * 8, kGathers<C, S> ? 1 + C::kProducers : 1);
+      ptx::mbarrier_init(s.full + i * 8, kGathers<C, S> ? 1 + C::kLoaders : 1);
       ptx::mbarrier_init(s.empty + i * 8, C::kConsumers / 32);
     }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(s.info_full + i * 8, C::kProducers);
+    for (int i = 0; i < C::kInfos; ++i) {
+      ptx::mbarrier_init(s.info_full + i * 8, 1);
       ptx::mbarrier_init(s.info_empty + i * 8, C::kConsumers / 32);
     }
     ptx::mbarrier_init_fence();
@@ -72,7 +71,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   __syncthreads();
   if (threadIdx.x >= C::kConsumers) {
     if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();
-    produce<C, S>(p, &map, s, threadIdx.x - C::kConsumers);
+    const int thread = threadIdx.x - C::kConsumers;
+    if (thread < C::kLoaders) load<C, S>(p, &map, s, thread);
+    else schedule<C, S>(p, s, thread - C::kLoaders);
   } else {
     if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::template kConsumerRegisters<kProducerRegisters>>();
     ptx::grid_dependency_wait();

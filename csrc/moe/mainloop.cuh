@@ -16,13 +16,13 @@ struct Fragment {
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// One tile of width N: acc[block][N / 2] = W * X^T over all K, by wgmma. The fragments of one K step (16) are decoded while the tensor
-// cores run the step before.
+// One tile of width N: acc[block][N / 2] = W * X^T over all K, by wgmma. The unit is one wgmma (64 rows x 16 K): issuing one blocks
+// the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them.
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][N / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment at(thread);
-  uint32_t a[2][C::kBlocks][4];
+  uint32_t a[2][4];
   uint32_t release = 0;
   for (int kb = 0; kb < p.k_blocks; ++kb) {
     ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
@@ -34,23 +34,20 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
 #pragma unroll
-    for (int step = 0; step < kBlockK / 16; ++step) {
-#pragma unroll
-      for (int b = 0; b < C::kBlocks; ++b) {
-        if (step % 4 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (step / 4) * (kCodeBytes / 2) + at.codes);
-        if (step % 2 == 0) {
-          low[b] = GroupFactors<T>(scales[b].x).pair(step / 2);
-          high[b] = GroupFactors<T>(scales[b].y).pair(step / 2);
-        }
-        decode<T>(word_of(codes[b], step % 4), low[b], high[b], a[step % 2][b]);
+    for (int unit = 0; unit < kBlockK / 16 * C::kBlocks; ++unit) {
+      const int step = unit / C::kBlocks, b = unit % C::kBlocks;
+      uint32_t(&fragment)[4] = a[unit % 2];
+      if (step % 4 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (step / 4) * (kCodeBytes / 2) + at.codes);
+      if (step % 2 == 0) {
+        low[b] = GroupFactors<T>(scales[b].x).pair(step / 2);
+        high[b] = GroupFactors<T>(scales[b].y).pair(step / 2);
       }
+      decode<T>(word_of(codes[b], step % 4), low[b], high[b], fragment);
       ptx::wgmma_fence();
-#pragma unroll
-      for (int b = 0; b < C::kBlocks; ++b)
-        Wgmma<T, N>::mma(acc[b], a[step % 2][b], desc + ((step / 4) * (C::kMaxWidth * 128) + step % 4 * 32) / 16);
+      Wgmma<T, N>::mma(acc[b], fragment, desc + ((step / 4) * (C::kMaxWidth * 128) + step % 4 * 32) / 16);
       ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();  // the step before is done: its fragments are free, and after the first step so is the stage before
-      if (step == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
+      ptx::wgmma_wait<1>();  // the unit before is done: its fragment is free, and after the first unit so is the stage before
+      if (unit == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
     }
     release = s.empty + ring.at * 8;
     ring.next();

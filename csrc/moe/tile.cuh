@@ -33,7 +33,9 @@ struct TileConfig {
   static constexpr Tokens kUpTokens = UpTokens;
   static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 ? 16 : 32;  // token rows of one tensor copy
   static_assert(kMaxWidth % kBoxRows == 0, "a tensor copy would run past its half of the stage");
+  static_assert(ProducerWarps == 2 || ProducerWarps == 4, "loader warps and one scheduler warp");
   static constexpr int kProducers = ProducerWarps * 32;
+  static constexpr int kLoaders = kProducers - 32;               // the last producer warp is the scheduler
   static constexpr int kConsumers = Warpgroups * 128;
   static constexpr int kThreads = kConsumers + kProducers;
   // Registers move from the producers to the consumers; setmaxnreg works on whole warpgroups and within the launch's total.
@@ -46,8 +48,11 @@ struct TileConfig {
   static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
+  // Tile infos in flight: one with the consumers, one with the loaders, and one being made, so that nobody waits for its memory reads.
+  static constexpr int kInfos = 3;
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
-  static constexpr int kSharedBytes = 1024 + Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kInfoBytes + Stages * 16 + 32;
+  static constexpr int kSharedBytes =
+      1024 + Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + kInfos * kInfoBytes + (Stages + kInfos) * 16;
 };
 
 namespace gemm {
@@ -64,20 +69,26 @@ __device__ __forceinline__ Shared carve(uint32_t base) {
   s.weights = s.tokens + C::kStages * C::kTokenBytes;
   s.store = s.weights + C::kStages * C::kWeightBytes;
   s.info = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
-  s.full = s.info + 2 * C::kInfoBytes;
+  s.full = s.info + C::kInfos * C::kInfoBytes;
   s.empty = s.full + C::kStages * 8;
   s.info_full = s.empty + C::kStages * 8;
-  s.info_empty = s.info_full + 16;
+  s.info_empty = s.info_full + C::kInfos * 8;
   return s;
 }
 
-// What the producer tells the consumers of a tile, double buffered.
+// What the scheduler tells loaders and consumers of a tile.
 template <typename C>
 struct TileInfo {
   uint32_t at;  // shared-memory address
   __device__ __forceinline__ explicit TileInfo(const Shared& s, int buffer) : at(s.info + buffer * C::kInfoBytes) {}
+  __device__ __forceinline__ TokenTile tile() const {                         // expert -1: no more tiles
+    const uint4 v = ptx::load_shared_16(at);
+    return {int(v.x), int(v.y), int(v.z), int(v.w)};
+  }
   __device__ __forceinline__ uint32_t block() const { return at + 16; }       // first 64-row block of the tile
-  __device__ __forceinline__ uint32_t slots() const { return at + 32; }       // int [width]
+  // int [width]: what the tile's users need of each row. A gathering loader: its token, in 16-byte units from x; the down GEMM's
+  // epilogue: its slot.
+  __device__ __forceinline__ uint32_t slots() const { return at + 32; }
   __device__ __forceinline__ uint32_t weights() const { return slots() + C::kMaxWidth * 4; }      // float [width]
   __device__ __forceinline__ uint32_t row_scale() const { return weights() + C::kMaxWidth * 4; }  // float [rows of the tile]
   __device__ __forceinline__ uint32_t bias() const { return row_scale() + C::kTileRows * 4; }     // float [rows of the tile]
