@@ -28,14 +28,6 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
-// v[half][token], half 0 the gate and 1 the up value -> the channel's two tokens.
-template <typename T>
-__device__ __forceinline__ uint32_t activate_pair(const GemmParams& p, const float (&v)[2][2], T) {
-  if (p.activation == Activation::kSwiglu)
-    return pack(swiglu(v[0][0], v[1][0], p.alpha, p.beta, p.limit), swiglu(v[0][1], v[1][1], p.alpha, p.beta, p.limit), T());
-  return pack(gelu_tanh(v[0][0]) * v[1][0], gelu_tanh(v[0][1]) * v[1][1], T());
-}
-
 // Barrier ids as constants: a run-time id would reserve all sixteen.
 template <typename C>
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
@@ -44,12 +36,37 @@ __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
   else ptx::named_barrier<2>(128);
 }
 
+// Accumulators of the kStoreTokens tokens from `first` on. Branches, not selects: each chunk's moves run once a tile.
+template <typename C>
+__device__ __forceinline__ void take_chunk(const float (&acc)[C::kBlocks][C::kMaxWidth / 2], int first, float (&v)[C::kBlocks][C::kStoreTokens / 2]) {
+#pragma unroll
+  for (int c = 0; c < C::kMaxWidth / C::kStoreTokens; ++c)
+    if (ptx::uniform(first == c * C::kStoreTokens)) {
+#pragma unroll
+      for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < C::kStoreTokens / 2; ++i) v[b][i] = acc[b][c * (C::kStoreTokens / 2) + i];
+    }
+}
+
+// v[block][4 * (token / 8) + 2 * half + token % 2], half 0 the gate and 1 the up value of a channel -> the channels' activations, in the
+// places of half 0.
+template <typename C, typename F>
+__device__ __forceinline__ void activate_gated(float (&v)[C::kBlocks][C::kStoreTokens / 2], F activation) {
+#pragma unroll
+  for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+    for (int i = 0; i < C::kStoreTokens / 2; i += 4)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) v[b][i + c] = activation(v[b][i + c], v[b][i + 2 + c]);
+}
+
 // Stores one warpgroup's blocks, kStoreTokens tokens at a time: transposed to token rows in one of two staging buffers, then 16 bytes a
-// thread. `buffer` alternates, across tiles too, so that one barrier a chunk is enough.
-template <typename T, typename C, Stage S, int N>
+// thread. `buffer` alternates, across tiles too, so that one barrier a chunk is enough. A loop, with one body for all token widths:
+// unrolled over the accumulators this was 60 to 150 KB of code that ran once a tile, at the speed of instruction fetch.
+template <typename T, typename C, Stage S>
 __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
-                                      int block0, int& buffer, const float (&acc)[C::kBlocks][N / 2]) {
-  static_assert(N % C::kStoreTokens == 0, "a store chunk would run past the accumulators");
+                                      int block0, int& buffer, const float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   const bool gated = S == Stage::kUp && p.activation != Activation::kRelu2;
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
@@ -64,50 +81,63 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
       scale[b][h] = __uint_as_float(ptx::load_shared_4(info.row_scale() + at));
       bias[b][h] = p.bias ? __uint_as_float(ptx::load_shared_4(info.bias() + at)) : 0.0f;
     }
+#pragma unroll 1
+  for (int first = 0; first < tile.count; first += C::kStoreTokens) {
+    float v[C::kBlocks][C::kStoreTokens / 2];
+    take_chunk<C>(acc, first, v);
+    const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + lane % 8 * C::kStoreStride;
 #pragma unroll
-  for (int first = 0; first < N; first += C::kStoreTokens) {
-    if (first >= tile.count) break;
-    const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes;
-#pragma unroll
-    for (int j = first / 8; j < (first + C::kStoreTokens) / 8; ++j) {
-      const uint2 w = ptx::load_shared_8(info.weights() + (j * 8 + 2 * q) * 4);  // past count: whatever was there, never stored
+    for (int j = 0; j < C::kStoreTokens / 8; ++j) {
+      const uint2 w = ptx::load_shared_8(info.weights() + (first + j * 8 + 2 * q) * 4);  // past count: whatever was there, never stored
       const float weight[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
-      const uint32_t row = staging + (j * 8 - first + lane % 8) * C::kStoreStride;
 #pragma unroll
-      for (int b = 0; b < C::kBlocks; ++b) {
-        float v[2][2];  // [half][token]
+      for (int b = 0; b < C::kBlocks; ++b)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const float x = acc[b][4 * j + 2 * h + c] * scale[b][h];
-            v[h][c] = S == Stage::kUp ? fmaf(x, weight[c], bias[b][h]) : (x + bias[b][h]) * weight[c];
+            float& x = v[b][4 * j + 2 * h + c];
+            x *= scale[b][h];
+            x = S == Stage::kUp ? fmaf(x, weight[c], bias[b][h]) : (x + bias[b][h]) * weight[c];
           }
-        if (gated) {
-          ptx::store_matrix_transposed(row + (b * 32 + warp * 8) * 2, activate_pair(p, v, T()));
-        } else {
+    }
+    if constexpr (S == Stage::kUp) {
+      if (p.activation == Activation::kSwiglu) {
+        activate_gated<C>(v, [&](float gate, float up) { return swiglu(gate, up, p.alpha, p.beta, p.limit); });
+      } else if (p.activation == Activation::kGeluTanh) {
+        activate_gated<C>(v, [](float gate, float up) { return gelu_tanh(gate) * up; });
+      } else {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if constexpr (S == Stage::kUp) {
+        for (int b = 0; b < C::kBlocks; ++b)
 #pragma unroll
-              for (int c = 0; c < 2; ++c) {
-                const float r = ptx::max_nan(v[h][c], 0.0f);
-                v[h][c] = r * r;
-              }
-            }
-            ptx::store_matrix_transposed(row + (b * 64 + warp * 16 + h * 8) * 2, pack(v[h][0], v[h][1], T()));
+          for (int i = 0; i < C::kStoreTokens / 2; ++i) {
+            const float r = ptx::max_nan(v[b][i], 0.0f);
+            v[b][i] = r * r;
           }
-        }
       }
     }
+#pragma unroll
+    for (int j = 0; j < C::kStoreTokens / 8; ++j)
+#pragma unroll
+      for (int b = 0; b < C::kBlocks; ++b) {
+        const uint32_t row = staging + j * 8 * C::kStoreStride;
+        const float* x = v[b] + 4 * j;
+        if (gated) {
+          ptx::store_matrix_transposed(row + (b * 32 + warp * 8) * 2, pack(x[0], x[1], T()));
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            ptx::store_matrix_transposed(row + (b * 64 + warp * 16 + h * 8) * 2, pack(x[2 * h], x[2 * h + 1], T()));
+        }
+      }
     warpgroup_barrier<C>(warpgroup);
     const int chunks = C::kBlocks * columns / 8;                   // 16-byte chunks of a token's row: a power of two
     for (int i = thread; i < C::kStoreTokens * chunks; i += 128) {
       const int token = first + i / chunks, column = column0 + i % chunks * 8;
       if (token < tile.count && column < p.out_columns) {
         const int row = S == Stage::kDown ? int(ptx::load_shared_4(info.slots() + token * 4)) : tile.row + token;
-        const uint4 v = ptx::load_shared_16(staging + (token - first) * C::kStoreStride + i % chunks * 16);
-        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column) = v;
+        const uint4 out = ptx::load_shared_16(s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + (token - first) * C::kStoreStride + i % chunks * 16);
+        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column) = out;
       }
     }
     buffer ^= 1;

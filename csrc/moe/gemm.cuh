@@ -18,18 +18,17 @@
 
 namespace vllm_humming::gemm {
 
-// Runs the tile with the narrowest compiled width that holds it.
-template <typename T, typename C, Stage S, int I = 0>
-__device__ __forceinline__ void run_tile(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, const TileInfo<C>& info,
-                                         const TokenTile& tile, int warpgroup, int block0, int& store_buffer) {
+// Multiplies with the narrowest compiled width that holds the tile. One accumulator array for all widths: separate ones would count as
+// live together.
+template <typename T, typename C, int I = 0>
+__device__ __forceinline__ void multiply(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int width, int warpgroup,
+                                         float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   constexpr int N = C::W::kAt[I];
   if constexpr (I + 1 < C::W::kCount) {
-    if (ptx::uniform(tile.width > N)) return run_tile<T, C, S, I + 1>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
+    if (ptx::uniform(width > N)) return multiply<T, C, I + 1>(p, s, ring, width, warpgroup, acc);
   }
-  float acc[C::kBlocks][N / 2] = {};  // zeroed here: an undefined start would keep every width's registers live across tiles
   if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
   else multiply_wide<T, C, N>(p, s, ring, warpgroup, acc);
-  store<T, C, S, N>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
 }
 
 template <typename T, typename C, Stage S>
@@ -43,8 +42,13 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
     const TokenTile tile = info.tile();
     if (ptx::uniform(tile.expert < 0)) break;
     const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
-    if (ptx::uniform(block0 < p.row_blocks)) run_tile<T, C, S>(p, s, ring, info, tile, warpgroup, block0, store_buffer);
-    else skip_tile<C>(p, s, ring);
+    if (ptx::uniform(block0 < p.row_blocks)) {
+      float acc[C::kBlocks][C::kMaxWidth / 2] = {};
+      multiply<T, C>(p, s, ring, tile.width, warpgroup, acc);
+      store<T, C, S>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+    } else {
+      skip_tile<C>(p, s, ring);
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
@@ -53,8 +57,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
 
 template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
-  // Accumulators of 160 tokens and the activation leave little; where tokens are sorted the producers can do with less.
-  constexpr int kProducerRegisters = S == Stage::kUp && C::kMaxWidth > 128 && !kGathers<C, S> ? 40 : 56;
+  // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
+  constexpr int kProducerRegisters = C::kMaxWidth > 128 && !kGathers<C, S> ? 40 : 56;
   extern __shared__ uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {

@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i ==
 // One tile of width N: acc[block][N / 2] = W * X^T over all K, by wgmma. The unit is one wgmma (64 rows x 16 K): issuing one blocks
 // the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][N / 2]) {
+__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment at(thread);
   uint32_t a[2][4];
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
 
 // The same by mma.sync, for narrow tiles, whose time is the decoding.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][N / 2]) {
+__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment at(thread);
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
