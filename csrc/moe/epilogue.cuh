@@ -36,17 +36,19 @@ __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
   else ptx::named_barrier<2>(128);
 }
 
-// Accumulators of the kStoreTokens tokens from `first` on. Branches, not selects: each chunk's moves run once a tile.
-template <typename C>
-__device__ __forceinline__ void take_chunk(const float (&acc)[C::kBlocks][C::kMaxWidth / 2], int first, float (&v)[C::kBlocks][C::kStoreTokens / 2]) {
+// Accumulators of store chunk `chunk`, one of [Low, High): a tree of branches, since selects would touch every accumulator for each chunk.
+template <typename C, int Low = 0, int High = C::kMaxWidth / C::kStoreTokens>
+__device__ __forceinline__ void take_chunk(const float (&acc)[C::kBlocks][C::kMaxWidth / 2], int chunk, float (&v)[C::kBlocks][C::kStoreTokens / 2]) {
+  constexpr int kMiddle = (Low + High) / 2;
+  if constexpr (High - Low > 1) {
+    if (chunk < kMiddle) take_chunk<C, Low, kMiddle>(acc, chunk, v);
+    else take_chunk<C, kMiddle, High>(acc, chunk, v);
+  } else {
 #pragma unroll
-  for (int c = 0; c < C::kMaxWidth / C::kStoreTokens; ++c)
-    if (ptx::uniform(first == c * C::kStoreTokens)) {
+    for (int b = 0; b < C::kBlocks; ++b)
 #pragma unroll
-      for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-        for (int i = 0; i < C::kStoreTokens / 2; ++i) v[b][i] = acc[b][c * (C::kStoreTokens / 2) + i];
-    }
+      for (int i = 0; i < C::kStoreTokens / 2; ++i) v[b][i] = ptx::move(acc[b][Low * (C::kStoreTokens / 2) + i]);
+  }
 }
 
 // v[block][4 * (token / 8) + 2 * half + token % 2], half 0 the gate and 1 the up value of a channel -> the channels' activations, in the
@@ -59,6 +61,25 @@ __device__ __forceinline__ void activate_gated(float (&v)[C::kBlocks][C::kStoreT
     for (int i = 0; i < C::kStoreTokens / 2; i += 4)
 #pragma unroll
       for (int c = 0; c < 2; ++c) v[b][i + c] = activation(v[b][i + c], v[b][i + 2 + c]);
+}
+
+// A staging buffer's tokens to global memory; BlockChunks: 16-byte chunks of a token that one 64-row block makes.
+template <typename T, typename C, Stage S, int BlockChunks>
+__device__ __forceinline__ void store_rows(const GemmParams& p, uint32_t source, const TileInfo<C>& info, const TokenTile& tile, int first,
+                                           int column0, int thread) {
+  constexpr int kChunks = C::kBlocks * BlockChunks, kStep = 128 / kChunks;
+  static_assert(128 % kChunks == 0, "a thread would have to change its column");
+  const int column = column0 + thread % kChunks * 8;
+  if (column >= p.out_columns) return;
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens; i += kStep) {
+    const int r = i + thread / kChunks, token = first + r;
+    if (r < C::kStoreTokens && token < tile.count) {
+      const int row = S == Stage::kDown ? int(ptx::load_shared_4(info.slots() + token * 4)) : tile.row + token;
+      const uint4 v = ptx::load_shared_16(source + r * C::kStoreStride + thread % kChunks * 16);
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column) = v;
+    }
+  }
 }
 
 // Stores one warpgroup's blocks, kStoreTokens tokens at a time: transposed to token rows in one of two staging buffers, then 16 bytes a
@@ -84,7 +105,7 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
 #pragma unroll 1
   for (int first = 0; first < tile.count; first += C::kStoreTokens) {
     float v[C::kBlocks][C::kStoreTokens / 2];
-    take_chunk<C>(acc, first, v);
+    take_chunk<C>(acc, first / C::kStoreTokens, v);
     const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + lane % 8 * C::kStoreStride;
 #pragma unroll
     for (int j = 0; j < C::kStoreTokens / 8; ++j) {
@@ -131,15 +152,9 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
         }
       }
     warpgroup_barrier<C>(warpgroup);
-    const int chunks = C::kBlocks * columns / 8;                   // 16-byte chunks of a token's row: a power of two
-    for (int i = thread; i < C::kStoreTokens * chunks; i += 128) {
-      const int token = first + i / chunks, column = column0 + i % chunks * 8;
-      if (token < tile.count && column < p.out_columns) {
-        const int row = S == Stage::kDown ? int(ptx::load_shared_4(info.slots() + token * 4)) : tile.row + token;
-        const uint4 out = ptx::load_shared_16(s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + (token - first) * C::kStoreStride + i % chunks * 16);
-        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + size_t(row) * p.out_stride + column) = out;
-      }
-    }
+    const uint32_t source = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes;
+    if (gated) store_rows<T, C, S, 4>(p, source, info, tile, first, column0, thread);
+    else store_rows<T, C, S, 8>(p, source, info, tile, first, column0, thread);
     buffer ^= 1;
   }
 }

@@ -14,6 +14,13 @@ __device__ __forceinline__ uint32_t opaque(uint32_t v) {
   return v;
 }
 
+// A copy that the compiler leaves behind its branch instead of making it a select.
+__device__ __forceinline__ float move(float v) {
+  float d;
+  asm volatile("mov.b32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
 // A condition that is the same in all lanes, said so that the compiler keeps what depends on it in uniform registers.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
 
