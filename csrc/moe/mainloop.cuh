@@ -16,41 +16,69 @@ struct Fragment {
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// One tile of width N: acc[block][N / 2] = W * X^T over all K, by wgmma. The unit is one wgmma (64 rows x 16 K): issuing one blocks
-// the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them.
+// A stage's group scales and the codes of its two K halves in registers, read ahead of their use.
+template <typename C>
+struct Codes {
+  uint2 scales[C::kBlocks];
+  uint4 half[2][C::kBlocks];
+  __device__ __forceinline__ void load_half(uint32_t w, const Fragment& at, int h) {
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) half[h][b] = ptx::load_shared_16(w + b * kChunkBytes + h * (kCodeBytes / 2) + at.codes);
+  }
+  __device__ __forceinline__ void load_scales(uint32_t w, const Fragment& at) {
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
+  }
+};
+
+// One tile of width N: acc[block][.. N / 2] = W * X^T over all K, by wgmma. The unit is one wgmma (64 rows x 16 K): issuing one blocks
+// the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them. Codes are read half a
+// stage ahead, the next stage's first half included: waiting for them where they are used cost a tenth of the time.
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment at(thread);
+  const uint32_t weights = s.weights + warpgroup * C::kBlocks * kChunkBytes;
   uint32_t a[2][4];
   uint32_t release = 0;
+  Codes<C> codes;
+  ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+  codes.load_scales(weights + ring.at * C::kWeightBytes, at);
+  codes.load_half(weights + ring.at * C::kWeightBytes, at, 0);
   for (int kb = 0; kb < p.k_blocks; ++kb) {
-    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * kChunkBytes;
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + ring.at * C::kTokenBytes);
-    uint2 scales[C::kBlocks];
-    uint4 codes[C::kBlocks];
-    uint32_t low[C::kBlocks], high[C::kBlocks];
-#pragma unroll
-    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
-#pragma unroll
-    for (int unit = 0; unit < kBlockK / 16 * C::kBlocks; ++unit) {
-      const int step = unit / C::kBlocks, b = unit % C::kBlocks;
-      uint32_t(&fragment)[4] = a[unit % 2];
-      if (step % 4 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (step / 4) * (kCodeBytes / 2) + at.codes);
-      if (step % 2 == 0) {
-        low[b] = GroupFactors<T>(scales[b].x).pair(step / 2);
-        high[b] = GroupFactors<T>(scales[b].y).pair(step / 2);
-      }
-      decode<T>(word_of(codes[b], step % 4), low[b], high[b], fragment);
-      ptx::wgmma_fence();
-      Wgmma<T, N>::mma(acc[b], fragment, desc + ((step / 4) * (C::kMaxWidth * 128) + step % 4 * 32) / 16);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();  // the unit before is done: its fragment is free, and after the first unit so is the stage before
-      if (unit == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
-    }
-    release = s.empty + ring.at * 8;
+    const int stage = ring.at;
     ring.next();
+    uint2 scales[C::kBlocks];
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b) scales[b] = codes.scales[b];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (h == 0) {
+        codes.load_half(weights + stage * C::kWeightBytes, at, 1);
+      } else if (kb + 1 < p.k_blocks) {
+        ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+        codes.load_scales(weights + ring.at * C::kWeightBytes, at);
+        codes.load_half(weights + ring.at * C::kWeightBytes, at, 0);
+      }
+      uint32_t low[C::kBlocks], high[C::kBlocks];
+#pragma unroll
+      for (int unit = 0; unit < 4 * C::kBlocks; ++unit) {
+        const int step = unit / C::kBlocks, b = unit % C::kBlocks;
+        uint32_t(&fragment)[4] = a[unit % 2];
+        if (step % 2 == 0) {
+          low[b] = GroupFactors<T>(scales[b].x).pair(h * 2 + step / 2);
+          high[b] = GroupFactors<T>(scales[b].y).pair(h * 2 + step / 2);
+        }
+        decode<T>(word_of(codes.half[h][b], step), low[b], high[b], fragment);
+        ptx::wgmma_fence();
+        Wgmma<T, N>::mma(acc[b], fragment, desc + (h * (C::kMaxWidth * 128) + step * 32) / 16);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();  // the unit before is done: its fragment is free, and after the first unit so is the stage before
+        if (h == 0 && unit == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
+      }
+    }
+    release = s.empty + stage * 8;
   }
   ptx::wgmma_wait<0>();  // the epilogue's first use of acc needs a later, volatile load, so none moves above this
   if (lane == 0) ptx::mbarrier_arrive(release);
