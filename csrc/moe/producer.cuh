@@ -7,6 +7,11 @@
 
 namespace vllm_humming::gemm {
 
+// Between the routing and a GEMM that reads sorted rows runs the kernel that makes those rows (the sorting copy, or the up GEMM), and it
+// has waited for the routing: tile list, slots and router weights need no wait, nor do the first weights.
+template <typename C, Stage S>
+constexpr bool kListIsOlder = !kGathers<C, S>;
+
 // Waits for a free info buffer and fills it. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
 template <typename C, Stage S>
@@ -45,8 +50,7 @@ __device__ __forceinline__ TokenTile token_tile(const GemmParams& p, int index) 
 // The scheduler warp: walks this CTA's tiles ahead of the loaders, whose copies then never wait for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
-  // The down GEMM's tile list and rows are older than the kernel before it.
-  if constexpr (S == Stage::kUp) ptx::grid_dependency_wait();
+  if constexpr (!kListIsOlder<C, S>) ptx::grid_dependency_wait();
   const int total = __ldcg(p.tile_count) * p.column_tiles;
   Ring<C::kInfos> infos;
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
@@ -56,122 +60,81 @@ __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, i
   publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
 }
 
-// Bytes of a stage that load_sorted brings.
 template <typename C>
-__device__ __forceinline__ uint32_t sorted_bytes(int count) {
-  return (count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK * 2;
-}
-
-template <typename C>
-__device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
-                                             uint64_t policy, uint32_t token_bytes) {
+__device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage, uint64_t policy) {
   const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
   const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * kChunkBytes;
   const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
-  ptx::mbarrier_arrive_expect_tx(full, blocks * kChunkBytes + token_bytes);
+  ptx::mbarrier_arrive_expect_tx(full, blocks * kChunkBytes);
   for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * kChunkBytes, w + size_t(b) * p.k_blocks * kChunkBytes, kChunkBytes, full, policy);
 }
 
-// Tokens whose rows lie together: 64 columns x kBoxRows rows a copy, swizzled by the copy engine. Run by thread 0 alone.
+// One 64-wide K half of tokens whose rows lie together: kBoxRows rows a copy, swizzled by the copy engine.
 template <typename C>
-__device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
-  const uint32_t full = s.full + stage * 8;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t dst = s.tokens + stage * C::kTokenBytes + half * (C::kMaxWidth * 128);
+__device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int half, int stage) {
+  const uint32_t full = s.full + stage * 8, dst = s.tokens + stage * C::kTokenBytes + half * (C::kMaxWidth * 128);
+  ptx::mbarrier_arrive_expect_tx(full, (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * 128);
 #pragma unroll 1  // registers
-    for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * 128, map, kb * kBlockK + half * 64, tile.row + r, full);
-  }
+  for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * 128, map, kb * kBlockK + half * 64, tile.row + r, full);
 }
 
-// Tokens gathered by slot. They reach shared memory by the generic proxy and wgmma reads them by the async proxy: each thread waits for
-// its own copies and fences before it arrives. It does so kLag stages late, to keep kLag + 1 stages of copies in flight.
+// Tokens gathered by row list, by one warp. mma.sync reads them by the generic proxy that wrote them, so no proxy fence.
 template <typename C>
-struct Gather {
-  static constexpr int kChunks = kBlockK * 2 / 16;                 // 16-byte chunks of a row's stage
-  static constexpr int kRowStep = C::kLoaders / kChunks;
-  static constexpr int kLag = C::kStages / 2;
-  // A stage is released after the first wgmma of the next, so to get stage n the producer must have announced n - kStages + 1.
-  static_assert(kLag + 2 <= C::kStages || C::kMaxWidth <= C::kNarrow, "the gather would wait for a stage it has not announced");
-  const int chunk, first_row;
-  int issued = 0;                                                  // stages
-  __device__ __forceinline__ explicit Gather(int thread) : chunk(thread % kChunks), first_row(thread / kChunks) {}
-
-  // sources: of each row, in 16-byte units from p.x (32 bits reach 64 GiB).
-  __device__ __forceinline__ void load(const GemmParams& p, const Shared& s, uint32_t sources, int count, int kb, int stage) {
-    const uint32_t dst = s.tokens + stage * C::kTokenBytes + (chunk / 8) * (C::kMaxWidth * 128);
-    const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
-    const uint4* x = static_cast<const uint4*>(p.x) + (valid ? kb * kChunks + chunk : 0);
+__device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared& s, uint32_t sources, int count, int kb, int stage, int lane) {
+  static_assert(C::kMaxWidth <= C::kNarrow, "wgmma would read gathered tokens through the async proxy");
+  constexpr int kChunks = kBlockK * 2 / 16;                        // 16-byte chunks of a row's stage
+  const int chunk = lane % kChunks;
+  const uint32_t dst = s.tokens + stage * C::kTokenBytes + (chunk / 8) * (C::kMaxWidth * 128);
+  const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
+  const uint4* x = static_cast<const uint4*>(p.x) + (valid ? kb * kChunks + chunk : 0);
 #pragma unroll 4
-    for (int r = first_row; r < count; r += kRowStep)
-      ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + ptx::load_shared_4(sources + r * 4), valid);
-    if constexpr (C::kMaxWidth <= C::kNarrow) {
-      ptx::copy16_arrive(s.full + stage * 8);                      // mma.sync reads them by the generic proxy too
-    } else {
-      ptx::copy16_commit();
-      if (issued++ >= kLag) announce<kLag>(s.full + (stage + C::kStages - kLag) % C::kStages * 8);
-    }
-  }
-  // The stages not announced yet, the last of them at `stage`.
-  __device__ __forceinline__ void finish(const Shared& s, int stage) {
-    ptx::copy16_wait<0>();                                         // no thread leaves with copies in flight
-    if constexpr (C::kMaxWidth > C::kNarrow) {
-      ptx::fence_proxy_async();
-      for (int i = min(issued, kLag) - 1; i >= 0; --i) ptx::mbarrier_arrive(s.full + (stage + C::kStages - i) % C::kStages * 8);
-      issued = 0;
-    }
-  }
+  for (int r = lane / kChunks; r < count; r += 32 / kChunks)
+    ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + ptx::load_shared_4(sources + r * 4), valid);
+  ptx::copy16_arrive(s.full + stage * 8);
+}
 
- private:
-  template <int StillInFlight>
-  __device__ __forceinline__ void announce(uint32_t full) {
-    ptx::copy16_wait<StillInFlight>();
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(full);
-  }
-};
-
-// The loader warps. Where tokens are sorted one thread does it all.
-template <typename C, Stage S>
-__device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
-  constexpr bool kGather = kGathers<C, S>;
-  if (!kGather && thread > 0) return;
-  const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-  // The down GEMM's tile list is older than the kernel before this one, so its first weights need not wait for that kernel's rows.
-  int ahead = 0;
-  if constexpr (S == Stage::kDown) {
-    if (blockIdx.x < __ldcg(p.tile_count) * p.column_tiles) {
-      const TokenTile tile = token_tile(p, blockIdx.x / p.column_tiles);
-      ahead = min(C::kStages, p.k_blocks);
-      for (int kb = 0; kb < ahead; ++kb)
-        load_weights<C>(p, s, tile, blockIdx.x % p.column_tiles * C::kTileBlocks, kb, kb, policy, sorted_bytes<C>(tile.count));
-    }
-  }
-  ptx::grid_dependency_wait();
+// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free.
+template <typename C, typename F>
+__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
-  Gather<C> gather(thread);
   while (true) {
     const TileInfo<C> info(s, infos.at);
     ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
     const TokenTile tile = info.tile();
     if (tile.expert < 0) break;
     const int block0 = int(ptx::load_shared_4(info.block()));
-    const uint32_t token_bytes = kGather ? 0 : sorted_bytes<C>(tile.count);
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
-      if (ahead > 0) --ahead;
-      else if (thread == 0) load_weights<C>(p, s, tile, block0, kb, ring.at, policy, token_bytes);
-      if constexpr (kGather) gather.load(p, s, info.slots(), tile.count, kb, ring.at);
-      else load_sorted<C>(map, s, tile, kb, ring.at);
+      f(tile, block0, info, kb, ring.at);
       ring.next();
     }
-    // A tile shorter than the lag is announced at once: the next info may be waiting for its end.
-    if constexpr (kGather)
-      if (C::kMaxWidth > C::kNarrow && p.k_blocks < Gather<C>::kLag) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
     infos.next();
   }
-  if constexpr (kGather) gather.finish(s, (ring.at + C::kStages - 1) % C::kStages);
+}
+
+// The loader warps: one for the weights, the others for the tokens. Weights are older than any kernel of the layer, so where the tile
+// list is too, they stream before the kernel that makes the rows has ended.
+template <typename C, Stage S>
+__device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  if (warp == 0) {
+    if (lane > 0) return;
+    const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) { load_weights<C>(p, s, tile, block0, kb, stage, policy); });
+  } else if constexpr (kGathers<C, S>) {
+    ptx::grid_dependency_wait();
+    for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
+      load_gathered<C>(p, s, info.slots(), tile.count, kb, stage, lane);
+    });
+    ptx::copy16_wait<0>();                                         // no thread leaves with copies in flight
+  } else {
+    if (lane > 0) return;
+    ptx::grid_dependency_wait();
+    for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
+      for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);
+    });
+  }
 }
 
 }  // namespace vllm_humming::gemm

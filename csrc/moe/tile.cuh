@@ -31,11 +31,12 @@ struct TileConfig {
   static constexpr int kCtas = Ctas;                             // CTAs an SM
   static constexpr int kNarrow = Narrow;                         // up to this width by mma.sync
   static constexpr Tokens kUpTokens = UpTokens;
-  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 ? 16 : 32;  // token rows of one tensor copy
+  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 ? 16 : 32;  // token rows of one tensor copy: few large ones are fast
   static_assert(kMaxWidth % kBoxRows == 0, "a tensor copy would run past its half of the stage");
-  static_assert(ProducerWarps == 2 || ProducerWarps == 4, "loader warps and one scheduler warp");
+  static_assert(ProducerWarps == 3 || ProducerWarps == 4, "one warp for the weights, one or two for the tokens, the scheduler");
   static constexpr int kProducers = ProducerWarps * 32;
   static constexpr int kLoaders = kProducers - 32;               // the last producer warp is the scheduler
+  static constexpr int kTokenWarps = ProducerWarps - 2;
   static constexpr int kConsumers = Warpgroups * 128;
   static constexpr int kThreads = kConsumers + kProducers;
   // Registers move from the producers to the consumers; setmaxnreg works on whole warpgroups and within the launch's total.
@@ -45,7 +46,7 @@ struct TileConfig {
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
-  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kStoreTokens = kMaxWidth <= 48 ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
   // Tile infos in flight: one with the consumers, one with the loaders, and one being made, so that nobody waits for its memory reads.

@@ -3,5 +3,5 @@
 
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_64x16 = TileInstance<TileConfig<1, 1, Widths<8, 16>, 6, 4, 2, 16, Tokens::kGather>>::tile();
+extern const Tile tile_64x16 = TileInstance<TileConfig<1, 1, Widths<8, 16>, 6, 4, 3, 16, Tokens::kGather>>::tile();
 }  // namespace vllm_humming

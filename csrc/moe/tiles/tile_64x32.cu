@@ -3,5 +3,5 @@
 
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_64x32 = TileInstance<TileConfig<1, 1, Widths<8, 16, 24, 32>, 4, 4, 2, 32, Tokens::kGather>>::tile();
+extern const Tile tile_64x32 = TileInstance<TileConfig<1, 1, Widths<8, 16, 24, 32>, 5, 3, 3, 32, Tokens::kGather>>::tile();
 }  // namespace vllm_humming

@@ -1,7 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "../tile_instance.cuh"
-
-namespace vllm_humming {
-// Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_256x96 = TileInstance<TileConfig<2, 2, Widths<32, 64, 96>, 4, 1, 4, 16, Tokens::kSorted>>::tile();
-}  // namespace vllm_humming
