@@ -13,7 +13,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 struct Workspace {
-  int64_t h, y, slots, row_weight, counts, block_base, tile_counts, tiles[2], bytes;
+  int64_t h, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
 
   explicit Workspace(const LayerShape& s) {
     const int64_t tokens = std::min(s.tokens, kChunkTokens), entries = tokens * s.top_k;
@@ -26,7 +26,7 @@ struct Workspace {
     row_weight = take(entries * 4);
     counts = take((s.experts + 1) * 4);
     block_base = take(route_blocks(entries) * s.experts * 4);
-    tile_counts = take(12);
+    lists = take(sizeof(TileLists));
     for (auto& t : tiles) t = take(tiles_most * sizeof(TokenTile));
     bytes = at;
   }
@@ -57,7 +57,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   route.row_weight = reinterpret_cast<float*>(w + ws.row_weight);
   route.counts = reinterpret_cast<int*>(w + ws.counts);
   route.block_base = reinterpret_cast<int*>(w + ws.block_base);
-  route.tile_counts = reinterpret_cast<int*>(w + ws.tile_counts);
+  route.lists = reinterpret_cast<TileLists*>(w + ws.lists);
   for (int i = 0; i < 2; ++i) {
     route.tiles[i] = reinterpret_cast<TokenTile*>(w + ws.tiles[i]);
     route.widths[i] = (i ? down : up).widths;
@@ -77,7 +77,8 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.x = x;
   g.out = w + ws.h;
   g.tiles = route.tiles[0];
-  g.tile_count = route.tile_counts;
+  g.tile_count = &route.lists->tiles[0];
+  g.next_tile = &route.lists->next[0];
   g.slots = route.slots;
   g.row_weight = a.router_weight_on_input ? route.row_weight : nullptr;
   g.row_blocks = int(s.intermediate * (s.gated ? 2 : 1) / kBlockRows);
@@ -101,7 +102,8 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.x = w + ws.h;
   g.out = w + ws.y;
   g.tiles = route.tiles[1];
-  g.tile_count = route.tile_counts + 1;
+  g.tile_count = &route.lists->tiles[1];
+  g.next_tile = &route.lists->next[1];
   g.row_weight = a.router_weight_on_input ? nullptr : route.row_weight;
   g.row_blocks = int(blocks(s.hidden, kBlockRows));
   g.k_blocks = int(s.intermediate / kBlockK);
@@ -124,7 +126,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   launch_reduce(a.dtype, r, stream);
 }
 
-__global__ void plain_tiles(TokenTile* tiles, int* count, int tokens, WidthList widths) {
+__global__ void plain_tiles(TokenTile* tiles, TileLists* lists, int tokens, WidthList widths) {
   const int max_width = widths.max();
   const int total = (tokens + max_width - 1) / max_width;
   for (int i = threadIdx.x; i < total; i += blockDim.x) {
@@ -133,7 +135,10 @@ __global__ void plain_tiles(TokenTile* tiles, int* count, int tokens, WidthList 
     while (widths.at[width] < rows) ++width;
     tiles[i] = TokenTile{0, i * max_width, rows, widths.at[width]};
   }
-  if (threadIdx.x == 0) *count = total;
+  if (threadIdx.x == 0) {
+    lists->tiles[0] = total;
+    lists->next[0] = 0;
+  }
 }
 
 // The down stage reads its tile list before it waits for the kernel ahead: that kernel must then be a later one than the list's.
@@ -158,7 +163,9 @@ void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64
   g.bias = w.bias;
   g.x = x;
   g.out = out;
-  g.tile_count = reinterpret_cast<int*>(scratch);
+  TileLists* lists = reinterpret_cast<TileLists*>(scratch);
+  g.tile_count = &lists->tiles[0];
+  g.next_tile = &lists->next[0];
   g.tiles = reinterpret_cast<TokenTile*>(scratch + kAlign);
   g.row_blocks = int(row_blocks);
   g.k_blocks = int(k_blocks);
@@ -168,8 +175,7 @@ void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64
   g.column_tiles = int(blocks(row_blocks, tile.blocks));
   const int64_t token_tiles = blocks(tokens, tile.widths.max());
   if (kAlign + token_tiles * int64_t(sizeof(TokenTile)) > kPlainScratchBytes) throw std::runtime_error("vllm_humming: too many tokens for gemm_plain");
-  plain_tiles<<<1, 256, 0, stream>>>(reinterpret_cast<TokenTile*>(scratch + kAlign), reinterpret_cast<int*>(scratch), int(tokens),
-                                     tile.widths);
+  plain_tiles<<<1, 256, 0, stream>>>(reinterpret_cast<TokenTile*>(scratch + kAlign), lists, int(tokens), tile.widths);
   check(cudaGetLastError(), "launch plain_tiles");
   launch(settle, 1, 1, 0, stream, 0);
   tile.launch(dtype, Stage::kDown, g, tokens, token_tiles * g.column_tiles, stream);

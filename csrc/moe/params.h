@@ -16,7 +16,8 @@ struct __align__(16) TokenTile {
 
 // Token widths a tile is compiled for, ascending.
 struct WidthList {
-  int count, at[4];
+  static constexpr int kMost = 4;
+  int count, at[kMost];
   __host__ __device__ int max() const { return at[count - 1]; }
 };
 
@@ -28,6 +29,7 @@ struct GemmParams {
   void* out;                  // kUp: [rows, out_stride]; kDown: [slots, out_stride]
   const TokenTile* tiles;
   const int* tile_count;
+  int* next_tile;             // zero at the start: (token tile, column tile) pairs that CTAs have taken beyond their first
   const int* slots;           // [rows] slot of a row; null: slot = row
   const float* row_weight;    // [rows] router weight, or null
   int row_blocks, k_blocks;
@@ -40,6 +42,13 @@ struct GemmParams {
   float alpha, beta, limit;
 };
 
+// Lengths of what the routing makes, and the GEMMs' cursors into it.
+struct TileLists {
+  int tiles[2];               // token tiles of the up and the down GEMM
+  int next[2];                // GemmParams::next_tile of each
+  int rows;
+};
+
 struct RouteParams {
   const int* topk_ids;        // [entries], entries = tokens * top_k
   const float* topk_weights;  // [entries]
@@ -49,7 +58,7 @@ struct RouteParams {
   float* row_weight;          // [entries]
   int* counts;                // [local_experts + 1] scratch: counts, then a ticket
   int* block_base;            // [blocks, local_experts] scratch of the large path
-  int* tile_counts;           // [3]: tiles of the up and the down GEMM, rows
+  TileLists* lists;
   TokenTile* tiles[2];
   WidthList widths[2];        // of the up and the down GEMM's tile
 };

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) permute(const uint4* x, uint4* sorte
 
 void launch_permute(const void* x, void* sorted, const RouteParams& p, int64_t columns, cudaStream_t stream) {
   launch(permute, (p.entries + kBatch - 1) / kBatch, kThreads, 0, stream, static_cast<const uint4*>(x), static_cast<uint4*>(sorted),
-         static_cast<const int*>(p.slots), static_cast<const int*>(p.tile_counts + 2), p.entries, p.top_k, int(columns / 8));
+         static_cast<const int*>(p.slots), static_cast<const int*>(&p.lists->rows), p.entries, p.top_k, int(columns / 8));
 }
 
 }  // namespace vllm_humming

@@ -47,15 +47,20 @@ __device__ __forceinline__ TokenTile token_tile(const GemmParams& p, int index) 
   return {v.x, v.y, v.z, v.w};
 }
 
-// The scheduler warp: walks this CTA's tiles ahead of the loaders, whose copies then never wait for a tile's reads from global memory.
+// The scheduler warp: takes this CTA's tiles, one after the other as buffers come free, ahead of the loaders, whose copies then never wait
+// for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
   if constexpr (!kListIsOlder<C, S>) ptx::grid_dependency_wait();
   const int total = __ldcg(p.tile_count) * p.column_tiles;
   Ring<C::kInfos> infos;
-  for (int t = blockIdx.x; t < total; t += gridDim.x) {
+  for (int t = blockIdx.x; t < total;) {
     publish<C, S>(p, s, infos, token_tile(p, t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
     infos.next();
+    // Taken only when there is room for it: what a CTA has taken it must run, however late.
+    ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
+    if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
+    t = __shfl_sync(~0u, t, 0);
   }
   publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
 }

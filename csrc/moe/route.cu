@@ -11,64 +11,81 @@ constexpr int kThreads = 1024;  // also the most local experts: one thread an ex
 constexpr int kSmallEntries = 4096;  // most entries of the one-CTA path
 constexpr int kLargeEntries = kThreads;  // entries of a CTA of the other: one a thread
 
-// Exclusive prefix sums of three counts over the block's threads; totals in `total`.
-__device__ void scan3(int (&v)[3], int (&total)[3]) {
-  __shared__ int warp_sum[3][32];
+// Exclusive prefix sum over the block's threads.
+__device__ int scan(int v, int& total) {
+  __shared__ int warp_sum[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive[3];
+  int inclusive = v;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    int x = v[i];
+  for (int d = 1; d < 32; d *= 2) {
+    const int y = __shfl_up_sync(~0u, inclusive, d);
+    if (lane >= d) inclusive += y;
+  }
+  if (lane == 31) warp_sum[warp] = inclusive;
+  __syncthreads();
+  if (warp == 0) {
+    int x = warp_sum[lane];
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int y = __shfl_up_sync(~0u, x, d);
       if (lane >= d) x += y;
     }
-    inclusive[i] = x;
-    if (lane == 31) warp_sum[i][warp] = x;
+    warp_sum[lane] = x;
   }
   __syncthreads();
-  if (warp < 3) {
-    int x = warp_sum[warp][lane];
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int y = __shfl_up_sync(~0u, x, d);
-      if (lane >= d) x += y;
-    }
-    warp_sum[warp][lane] = x;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    v[i] = inclusive[i] - v[i] + (warp ? warp_sum[i][warp - 1] : 0);
-    total[i] = warp_sum[i][31];
-  }
+  total = warp_sum[31];
+  return inclusive - v + (warp ? warp_sum[warp - 1] : 0);
 }
 
-// Narrowest width that holds `rows`; the widest where none does.
-__device__ __forceinline__ int width_for(const WidthList& list, int rows) {
-  int width = list.at[0];
-  for (int i = 1; i < list.count && width < rows; ++i) width = list.at[i];
-  return width;
+// Index of the narrowest width that holds `rows`; of the widest where none does.
+__device__ __forceinline__ int width_index(const WidthList& list, int rows) {
+  int i = 0;
+  while (i + 1 < list.count && list.at[i] < rows) ++i;
+  return i;
 }
 
-// Rows of thread's expert -> its first row; writes the token tiles: as many of the widest as it fills, then a narrow one for the rest.
+// Rows of thread's expert -> its first row; writes the token tiles: as many of the widest as it fills, then a narrow one for the rest. The
+// list goes from wide to narrow: CTAs take tiles as they finish others, so the last ones should be short.
 __device__ int write_tiles(const RouteParams& p, int expert, int rows) {
-  int v[3] = {rows, 0, 0}, total[3];
+  __shared__ int cursor[2][WidthList::kMost];
+  if (threadIdx.x < 2 * WidthList::kMost) (&cursor[0][0])[threadIdx.x] = 0;
+  int total;
+  const int row = scan(rows, total);                               // its barriers cover the cursors too
+  int full[2], rest[2];
 #pragma unroll
-  for (int s = 0; s < 2; ++s) v[1 + s] = (rows + p.widths[s].max() - 1) / p.widths[s].max();
-  scan3(v, total);
+  for (int s = 0; s < 2; ++s) {
+    full[s] = rows / p.widths[s].max();
+    rest[s] = rows % p.widths[s].max();
+    if (full[s]) atomicAdd(&cursor[s][p.widths[s].count - 1], full[s]);
+    if (rest[s]) atomicAdd(&cursor[s][width_index(p.widths[s], rest[s])], 1);
+  }
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    const int s = threadIdx.x;
+    int first = 0;
+    for (int i = p.widths[s].count - 1; i >= 0; --i) {
+      const int tiles = cursor[s][i];
+      cursor[s][i] = first;
+      first += tiles;
+    }
+    p.lists->tiles[s] = first;
+    p.lists->next[s] = 0;
+    if (s == 0) p.lists->rows = total;
+  }
+  __syncthreads();
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     const int widest = p.widths[s].max();
-    for (int first = 0, i = 0; first < rows; first += widest, ++i) {
-      const int count = min(widest, rows - first);
-      p.tiles[s][v[1 + s] + i] = TokenTile{expert, v[0] + first, count, width_for(p.widths[s], count)};
+    if (full[s]) {
+      const int at = atomicAdd(&cursor[s][p.widths[s].count - 1], full[s]);
+      for (int i = 0; i < full[s]; ++i) p.tiles[s][at + i] = TokenTile{expert, row + i * widest, widest, widest};
     }
-    if (threadIdx.x == 0) p.tile_counts[s] = total[1 + s];
+    if (rest[s]) {
+      const int index = width_index(p.widths[s], rest[s]);
+      p.tiles[s][atomicAdd(&cursor[s][index], 1)] = TokenTile{expert, row + full[s] * widest, rest[s], p.widths[s].at[index]};
+    }
   }
-  if (threadIdx.x == 0) p.tile_counts[2] = total[0];
-  return v[0];
+  return row;
 }
 
 __device__ __forceinline__ int expert_of(const RouteParams& p, int entry) {

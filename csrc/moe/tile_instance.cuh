@@ -35,6 +35,7 @@ struct TileInstance {
   static constexpr Tile tile() {
     static_assert(C::kSharedBytes <= 227 * 1024, "tile exceeds the shared memory of a block");
     static_assert(C::kCtas * (C::kSharedBytes + 1024) <= 228 * 1024, "tiles exceed the shared memory of an SM");
+    static_assert(C::W::kCount <= WidthList::kMost);
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
     return {widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
