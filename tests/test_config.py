@@ -101,7 +101,7 @@ def test_experts_get_our_method_and_linears_keep_vllms(checkpoint):
     with engine():
         gpt_oss = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
         layer = build(config, SIZES, **gpt_oss)
-        assert type(layer.quant_method).__name__ == "HummingMxfp4MoEMethod"
+        assert type(layer.quant_method).__name__ == "HummingMoEMethod"
         assert layer.quant_method.moe_kernel is None
         assert not layer.quant_method.is_monolithic
         linear = ReplicatedLinear(
@@ -173,7 +173,7 @@ def test_vllm_accepts_real_checkpoints(kind, tmp_path):
     model = ModelConfig(str(tmp_path), quantization="humming", dtype="bfloat16", enforce_eager=True)
     config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu")).quant_config
     expected = {
-        "qwen3-mxfp4": "HummingShadow_compressed_tensors_mxfp4",
+        "qwen3-mxfp4": "HummingShadow_compressed_tensors",
         "gpt-oss-mxfp4": "HummingShadow_gpt_oss_mxfp4",
         "qwen3-bf16": "HummingConfig",
     }

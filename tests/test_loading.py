@@ -9,12 +9,12 @@ from layers import CT_MXFP4, GPT_OSS, Experts, Sizes, build, engine, finish, loa
 
 from vllm_humming.moe import packing
 from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
-from vllm_humming.quant_methods.formats import ONLINE, ExpertScheme
+from vllm_humming.moe.weight_formats import MXFP4
 from vllm_humming.quant_methods.loading import ExpertLoader, ExpertShape
+from vllm_humming.quant_methods.schemes import ONLINE, PLAIN_MXFP4
 
 SIZES = Sizes()
 NAME = "model.layers.0.mlp.experts"
-SCHEME = ExpertScheme("mxfp4", (("weight", "codes"), ("weight_scale", "scales"), ("bias", "bias")))
 GPT_OSS_LAYER = {"has_bias": True, "activation": "swigluoai"}
 
 
@@ -300,7 +300,7 @@ def test_tensor_parallel_shares_add_up(tp, intermediate, gated, interleaved, bia
             ),
             "w2": packing.allocate(1, 64, shard, gated=False, has_bias=bias, device="cpu"),
         }
-        loader = ExpertLoader(NAME, SCHEME, shape, packed, torch.bfloat16)
+        loader = ExpertLoader(NAME, PLAIN_MXFP4, shape, packed, torch.bfloat16)
         for kind, source in (("codes", experts.codes), ("scales", experts.scales), ("bias", experts.bias)):
             if not source:
                 continue
@@ -330,7 +330,7 @@ def test_tensor_parallel_shares_add_up(tp, intermediate, gated, interleaved, bia
 
 
 def test_online_scheme_is_known():
-    assert ONLINE["mxfp4"].weight_format == "mxfp4"
+    assert ONLINE["mxfp4"].weight_format is MXFP4
 
 
 def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):

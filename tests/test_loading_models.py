@@ -42,7 +42,7 @@ def load_model(directory, kind, monkeypatch, load_format="auto"):
     return [
         module
         for module in model.modules()
-        if type(getattr(module, "quant_method", None)).__name__ == "HummingMxfp4MoEMethod"
+        if type(getattr(module, "quant_method", None)).__name__ == "HummingMoEMethod"
     ]
 
 

@@ -252,11 +252,11 @@ def fake_moe(**changes):
 
 
 def method_for(moe):
-    from vllm_humming.moe.method import HummingMxfp4MoEMethod
+    from vllm_humming.moe.method import HummingMoEMethod
     from vllm_humming.options import HummingOptions
-    from vllm_humming.quant_methods.formats import ONLINE
+    from vllm_humming.quant_methods.schemes import ONLINE
 
-    return HummingMxfp4MoEMethod(moe, ONLINE["mxfp4"], HummingOptions(), "model.layers.5.mlp.experts")
+    return HummingMoEMethod(moe, ONLINE["mxfp4"], HummingOptions(), "model.layers.5.mlp.experts")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,27 @@ def expert_checkpoint_names(layer: torch.nn.Module) -> list[str]:
     return [name for name in names if name]
 
 
+def quark_excludes(config: Any, prefix: str) -> bool:
+    """Whether a QuarkConfig leaves the experts under prefix unquantised."""
+    from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+
+    excluded = config.quant_config.get("exclude") or []
+    return bool(
+        should_ignore_layer(prefix, ignore=excluded, fused_mapping=config.packed_modules_mapping, check_children=True)
+    )
+
+
+def fp8_excludes(config: Any, prefix: str) -> bool:
+    """Whether an Fp8Config leaves the layer under prefix unquantised."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    return bool(
+        is_layer_skipped(
+            prefix=prefix, ignored_layers=config.ignored_layers, fused_mapping=config.packed_modules_mapping
+        )
+    )
+
+
 def local_expert(layer: torch.nn.Module, expert: int) -> int:
     """The local slot of a global expert id, -1 when the expert lives on another rank."""
     return int(layer._map_global_expert_id_to_local_expert_id(expert))  # type: ignore[operator]
