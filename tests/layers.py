@@ -93,7 +93,7 @@ def build(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as vLLM's loader does around the model's constructor
     try:
-        with _non_gated_layers_allowed():
+        with non_gated_layers_allowed():
             layer = compat.moe_factory()(
                 num_experts=sizes.experts,
                 top_k=sizes.top_k,
@@ -111,7 +111,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _non_gated_layers_allowed() -> Iterator[None]:
+def non_gated_layers_allowed() -> Iterator[None]:
     """vLLM builds non-gated layers on GPUs only; this tells its config check, and nothing else, that here is one."""
     import vllm.model_executor.layers.fused_moe.config as moe_config
 
@@ -128,6 +128,13 @@ def _non_gated_layers_allowed() -> Iterator[None]:
         yield
     finally:
         moe_config.current_platform = real
+
+
+def runs_block_fp8_linears() -> bool:
+    """Whether vLLM itself has a kernel for block-FP8 linears on this machine: on CPUs it takes AMX."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() or (current_platform.is_cpu() and torch.cpu._is_amx_tile_supported())
 
 
 class Experts:

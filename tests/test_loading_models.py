@@ -6,14 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layers import engine
+from layers import engine, non_gated_layers_allowed, runs_block_fp8_linears
 from safetensors.torch import load_file
 
 import vllm_humming
-from vllm_humming.checkpoints import write_checkpoint
+from vllm_humming import compat
+from vllm_humming.checkpoints import KINDS, write_checkpoint
 from vllm_humming.moe import packing
 
-MODELS = {"qwen3-mxfp4": "qwen3_moe", "gpt-oss-mxfp4": "gpt_oss", "qwen3-bf16": "qwen3_moe"}
+MODULES = {"gpt-oss-mxfp4": "gpt_oss", "nemotron-h-modelopt": "nemotron_h"}
+ONLINE = {"qwen3-bf16-nvfp4": {"humming": {"online_format": "nvfp4"}}}
+needs_fp8 = pytest.mark.skipif(
+    not runs_block_fp8_linears(), reason="this vLLM has no kernel for block-FP8 linears here"
+)
+needs_fused = pytest.mark.skipif(
+    (compat.vllm_version() or (9, 9)) < (0, 32), reason="vLLM before 0.32 transposes packed 3-D expert tensors"
+)
+MARKS = {"qwen3-deepseek": needs_fp8, "qwen3-modelopt-fused": needs_fused}
 
 
 class NoAttention(torch.nn.Module):
@@ -29,13 +38,19 @@ def load_model(directory, kind, monkeypatch, load_format="auto"):
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     vllm_humming.register()
-    monkeypatch.setattr(importlib.import_module(f"vllm.model_executor.models.{MODELS[kind]}"), "Attention", NoAttention)
+    module = importlib.import_module(f"vllm.model_executor.models.{MODULES.get(kind, 'qwen3_moe')}")
+    monkeypatch.setattr(module, "Attention", NoAttention)
     model_config = ModelConfig(str(directory), quantization="humming", dtype="bfloat16", enforce_eager=True)
     load_config = LoadConfig(load_format=load_format)
-    config = VllmConfig(model_config=model_config, device_config=DeviceConfig(device="cpu"), load_config=load_config)
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        load_config=load_config,
+        additional_config=ONLINE.get(kind, {}),
+    )
     with engine():  # parallel groups
         pass
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), non_gated_layers_allowed():
         model = initialize_model(config)
         get_model_loader(load_config).load_weights(model, model_config)
         process_weights_after_loading(model, model_config, torch.device("cpu"))
@@ -52,8 +67,11 @@ def twin_experts(directory, layer, experts):
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
     prefix = f"model.layers.{layer}.mlp.experts."
+    nemotron = f"backbone.layers.{2 * layer + 1}.mixer.experts."
     for e in range(experts):
-        if f"{prefix}gate_up_proj" in tensors:
+        if f"{nemotron}{e}.up_proj.weight" in tensors:
+            yield *(tensors[f"{nemotron}{e}.{name}_proj.weight"] for name in ("up", "down")), None, None
+        elif f"{prefix}gate_up_proj" in tensors:
             w13, b13 = tensors[f"{prefix}gate_up_proj"][e].T, tensors[f"{prefix}gate_up_proj_bias"][e]
             w2, b2 = tensors[f"{prefix}down_proj"][e].T, tensors[f"{prefix}down_proj_bias"][e]
             yield torch.cat([w13[::2], w13[1::2]]), w2, torch.cat([b13[::2], b13[1::2]]), b2
@@ -62,7 +80,7 @@ def twin_experts(directory, layer, experts):
             yield torch.cat([tensors[name] for name in names[:2]]), tensors[names[2]], None, None
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "model", kind, twin=tmp_path / "twin", seed=3)
     layers = load_model(tmp_path / "model", kind, monkeypatch)
@@ -81,7 +99,7 @@ def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeyp
                     dtype=torch.bfloat16,
                     k=weight.shape[1],
                     out_features=weight.shape[0],
-                    gated=projection == "w13",
+                    gated=projection == "w13" and layer.activation.is_gated,
                 )
                 assert torch.equal(found, weight.float())
                 assert (found_bias is None) if bias is None else torch.equal(found_bias, bias.float())
@@ -100,7 +118,7 @@ def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):
         load_model(tmp_path, "qwen3-mxfp4", monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss-mxfp4", "qwen3-bf16"])
+@pytest.mark.parametrize("kind", ["gpt-oss-mxfp4", "qwen3-bf16", "qwen3-modelopt"])
 def test_dummy_loader(kind, tmp_path, monkeypatch):
     write_checkpoint(tmp_path, kind, seed=3)
     for layer in load_model(tmp_path, kind, monkeypatch, load_format="dummy"):
