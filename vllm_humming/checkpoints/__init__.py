@@ -45,7 +45,7 @@ from vllm_humming.checkpoints.storage import STORAGES, Storage, Tensors
 from vllm_humming.moe.weight_formats import MXFP4, NVFP4
 from vllm_humming.tokenizer import END, build_tokenizer, save_tokenizer
 
-__all__ = ["DEFAULT_SIZES", "KINDS", "Sizes", "write_checkpoint"]
+__all__ = ["DEFAULT_SIZES", "KINDS", "Sizes", "weight_format", "write_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _default_sizes(kind: str) -> Sizes:
         # gpt-oss has hidden = intermediate = 2880 = 22.5 * 128: the small one is no multiple of 64 or 128 either.
         return Sizes(hidden=288, intermediate=288, top_k=4)
     if weight_format(kind) is NVFP4:
-        return Sizes(hidden=272, intermediate=208)  # 17 and 13 scale groups
+        return Sizes(hidden=288, intermediate=224)  # no multiples of 64; vLLM's CPU kernel for the twin wants those of 32
     return Sizes()
 
 
