@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GENERATE = Path(__file__).with_name("engine_generate.py")
+HERE = Path(__file__).parent
+GENERATE = HERE / "engine_generate.py"
+REFERENCE = HERE / "transformers_generate.py"
 START_LIMIT_S = 240  # an engine needs 20 to 60 s on a busy two-core machine
 
 
@@ -41,16 +43,39 @@ def environment() -> dict[str, str]:
     return os.environ | wanted
 
 
-def generate(directory: Path, engine: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> Run:
-    """Greedy tokens and the five best logprobs of each position, from `LLM(**engine)`."""
-    out = directory / "result.json"
-    request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "out": str(out)}
-    command = [sys.executable, str(GENERATE), json.dumps(request)]
-    log = directory / "log.txt"
+def generate(
+    directory: Path, engine: dict[str, Any], prompts: list[list[int]], max_tokens: int, plugin: str | None = None
+) -> Run:
+    """Greedy tokens and the five best logprobs of each position, from `LLM(**engine)`.
+
+    plugin: a module beside this one whose register() vLLM calls in each of its processes.
+    """
+    request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens}
+    return _run(directory, GENERATE, request, environment() | _with_plugin(directory, plugin))
+
+
+def reference_generate(directory: Path, model: str, prompts: list[list[int]], max_tokens: int) -> Run:
+    """The same from transformers, in float32."""
+    return _run(directory, REFERENCE, {"model": model, "prompts": prompts, "max_tokens": max_tokens}, environment())
+
+
+def _with_plugin(directory: Path, plugin: str | None) -> dict[str, str]:
+    """Environment in which vLLM finds the plugin: an entry point on the path, as an installed package has it."""
+    if plugin is None:
+        return {}
+    info = directory / "site" / f"{plugin}-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{plugin} = {plugin}:register\n")
+    path = [str(info.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def _run(directory: Path, script: Path, request: dict[str, Any], env: dict[str, str]) -> Run:
+    out, log = directory / "result.json", directory / "log.txt"
+    command = [sys.executable, str(script), json.dumps(request | {"out": str(out)})]
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         with stopping(process):
             code = process.wait(START_LIMIT_S)
     return Run(code, log.read_text(), json.loads(out.read_text()) if out.exists() else None)

@@ -77,7 +77,8 @@ def _default_sizes(kind: str) -> Sizes:
         # gpt-oss has hidden = intermediate = 2880 = 22.5 * 128: the small one is no multiple of 64 or 128 either.
         return Sizes(hidden=288, intermediate=288, top_k=4)
     if weight_format(kind) is NVFP4:
-        return Sizes(hidden=288, intermediate=224)  # no multiples of 64; vLLM's CPU kernel for the twin wants those of 32
+        # No multiples of 64. vLLM's own CPU kernel, which runs the twin, wants multiples of 32.
+        return Sizes(hidden=288, intermediate=224)
     return Sizes()
 
 

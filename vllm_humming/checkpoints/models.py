@@ -296,8 +296,8 @@ class NemotronH(Qwen3):
         return {
             f"{prefix}.gate.weight": gate,
             f"{prefix}.gate.e_score_correction_bias": torch.zeros(sizes.experts),
-            f"{prefix}.shared_experts.up_proj.weight": random.weight(sizes.intermediate, sizes.hidden, 0.5),
-            f"{prefix}.shared_experts.down_proj.weight": random.weight(sizes.hidden, sizes.intermediate, 0.5),
+            f"{prefix}.shared_experts.up_proj.weight": random.weight(sizes.intermediate, sizes.hidden, 0.3),
+            f"{prefix}.shared_experts.down_proj.weight": random.weight(sizes.hidden, sizes.intermediate, 0.3),
         }
 
     def experts(self, layer: int, random: Random) -> tuple[Tensors, Tensors]:
@@ -307,7 +307,7 @@ class NemotronH(Qwen3):
         def projections() -> Iterator[tuple[int, str, Tensor]]:
             for expert in range(sizes.experts):
                 yield expert, "up_proj", random.expert(sizes.intermediate, sizes.hidden)
-                yield expert, "down_proj", random.expert(sizes.hidden, sizes.intermediate)
+                yield expert, "down_proj", random.expert(sizes.hidden, sizes.intermediate, 0.5)
 
         return store(f"{self.layers_prefix}.{2 * layer + 1}.mixer.experts", projections(), self.storage)
 
