@@ -104,12 +104,12 @@ def write_checkpoint(
     if kind not in KINDS:
         raise ValueError(f"unknown checkpoint kind {kind!r}; known: {', '.join(KINDS)}")
     sizes = sizes or DEFAULT_SIZES[kind]
-    sizes.validate(weight_format(kind).group_k)
+    storage = _KINDS[kind].storage
+    model = _KINDS[kind].model(sizes, storage)
+    model.validate(weight_format(kind).group_k)
     tokenizer = build_tokenizer()
     if sizes.vocab < tokenizer.get_vocab_size():
         raise ValueError(f"vocab is {sizes.vocab}, the tokenizer needs at least {tokenizer.get_vocab_size()}")
-    storage = _KINDS[kind].storage
-    model = _KINDS[kind].model(sizes, storage)
     config = model.config() | {"eos_token_id": tokenizer.token_to_id(END)}
     quantization = model.quantization()
     inside = {"quantization_config": quantization} if quantization and (storage is None or storage.in_config) else {}

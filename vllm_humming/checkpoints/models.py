@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_humming.checkpoints.storage import Storage, Tensors, block_fp8, store
+from vllm_humming.checkpoints.storage import FP8_BLOCK, Storage, Tensors, block_fp8, store
 from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
 from vllm_humming.moe.weight_formats import MXFP4
 from vllm_humming.tokenizer import END, PROMPT, SENTENCE
@@ -105,6 +105,18 @@ class Qwen3:
             "rms_norm_eps": 1e-6,
             "rope_theta": 1000000.0,
         }
+
+    def validate(self, group: int) -> None:
+        """Raises ValueError naming the size that no such checkpoint can have. group: K that share a scale."""
+        self.sizes.validate(group)
+        if self.storage is not None and self.storage.fp8_linears:
+            sizes = self.sizes
+            widths = {"hidden": sizes.hidden} | {
+                f"{name} * head_dim": getattr(sizes, name) * sizes.head_dim for name in ("heads", "kv_heads")
+            }
+            for name, width in widths.items():
+                if width % FP8_BLOCK:
+                    raise ValueError(f"{name} is {width}, block FP8 needs a multiple of {FP8_BLOCK}")
 
     def quantization(self) -> dict[str, Any]:
         """The quantization_config, or nothing for an unquantised checkpoint."""
