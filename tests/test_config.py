@@ -252,6 +252,27 @@ def test_unknown_option_is_an_error_when_the_layer_is_built():
         build(CT_MXFP4, SIZES)
 
 
+def test_mixed_precision_whose_layers_are_in_hf_quant_config(tmp_path):
+    import json
+
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+
+    from vllm_humming.checkpoints import write_checkpoint
+
+    vllm_humming.register()
+    write_checkpoint(tmp_path, "qwen3-modelopt-mixed", seed=0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["quantization_config"].pop("quantized_layers")
+    excluded = config["quantization_config"].pop("ignore")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    moved = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": excluded}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": moved}))
+    model = ModelConfig(str(tmp_path), quantization="humming", dtype="bfloat16", enforce_eager=True)
+    config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu")).quant_config
+    assert config.quantized_layers == layers
+    assert config.exclude_modules == excluded
+
+
 ACCEPTED = {
     "qwen3-mxfp4": "HummingShadow_compressed_tensors",
     "qwen3-nvfp4-w4a4": "HummingShadow_compressed_tensors",

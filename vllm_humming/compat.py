@@ -106,6 +106,15 @@ def hf_text_config() -> Any:
     return getattr(model_config, "hf_text_config", None)
 
 
+def model_file(hf_config: Any, name: str) -> dict[str, Any] | None:
+    """A JSON file beside the config.json that hf_config was read from, None where there is none."""
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    model = getattr(hf_config, "_name_or_path", None)
+    content: dict[str, Any] | None = get_hf_file_to_dict(name, model, None) if model else None
+    return content
+
+
 def is_routed_experts(layer: torch.nn.Module) -> bool:
     """Whether layer is vLLM's holder of routed expert weights."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts

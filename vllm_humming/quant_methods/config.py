@@ -61,7 +61,10 @@ class HummingConfig(_Served, QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        return "humming" if user_quant == "humming" else None
+        if user_quant != "humming":
+            return None
+        formats.complete_mixed_precision(hf_config)
+        return "humming"
 
     @classmethod
     def get_name(cls) -> str:

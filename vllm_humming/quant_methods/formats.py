@@ -146,6 +146,23 @@ def _modelopt_mixed_matches(config: dict[str, Any]) -> bool:
     return _is_modelopt(config) and _modelopt_algorithm(config) == "MIXED_PRECISION"
 
 
+def complete_mixed_precision(hf_config: Any) -> None:
+    """Puts the layers' algorithms of a mixed-precision checkpoint into hf_config's quantization_config.
+
+    Older ones keep them in hf_quant_config.json alone; vLLM reads that for its own method names only.
+    """
+    config = getattr(hf_config, "quantization_config", None)
+    if not isinstance(config, dict) or not _modelopt_mixed_matches(config):
+        return
+    nested = config.get("quantization")
+    target = nested if isinstance(nested, dict) else config
+    if not target.get("quantized_layers"):
+        beside = (compat.model_file(hf_config, "hf_quant_config.json") or {}).get("quantization") or {}
+        target["quantized_layers"] = beside.get("quantized_layers") or {}
+        if target is config:
+            config.setdefault("ignore", beside.get("exclude_modules") or [])
+
+
 def _modelopt_scheme(group_size: Any, algorithm: Any, prefix: str) -> ExpertScheme:
     if group_size != _MODELOPT_GROUP:
         raise ValueError(f"{prefix}: NVFP4 has groups of {_MODELOPT_GROUP}, found group_size {group_size}")
