@@ -120,6 +120,68 @@ def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):
         load_model(tmp_path, "qwen3-mxfp4", monkeypatch)
 
 
+UP = "model.layers.1.mlp.experts.5.up_proj."
+DAMAGES = {
+    "missing": ("weight_scale_2", None, "lacks 1 tensor of.*expert 5 w3_weight_scale_2"),
+    "zero": ("weight_scale_2", torch.zeros_like, "expert 5: w3_weight_scale_2 .*positive and finite, found 0.0"),
+    "nan": (
+        "weight_scale",
+        lambda t: torch.full_like(t.float(), torch.nan).to(t.dtype),
+        "expert 5: w3 scale .* is nan",
+    ),
+    "truncated": ("weight", lambda t: t[:-1], r"expert 5: w3_weight must have shape \(208, 136\), found \(207, 136\)"),
+    "dtype": (
+        "weight_scale",
+        torch.Tensor.half,
+        "expert 5: w3_weight_scale must be .*float8_e4m3fn.*found torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_nvfp4_checkpoint_is_refused(damage, tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    suffix, change, message = DAMAGES[damage]
+    sizes = Sizes(hidden=272, intermediate=208)
+    write_checkpoint(tmp_path, "qwen3-modelopt", sizes=sizes, seed=3)
+    (file,) = tmp_path.glob("*3-of*.safetensors")
+    tensors = load_file(file)
+    damaged = tensors.pop(UP + suffix)
+    if change is not None:
+        tensors[UP + suffix] = change(damaged).contiguous()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.experts: .*{message}"):
+        load_model(tmp_path, "qwen3-modelopt", monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-bf16", "qwen3-bf16-nvfp4"])
+def test_fused_bf16_experts_are_quantised_like_single_ones(kind, tmp_path, monkeypatch):
+    """One [E, 2I, H] and one [E, H, I] tensor a layer, as newer BF16 checkpoints have."""
+    from safetensors.torch import save_file
+
+    sizes = Sizes(experts=4)
+    write_checkpoint(tmp_path / "split", kind, sizes=sizes, seed=3)
+    write_checkpoint(tmp_path / "fused", kind, sizes=sizes, seed=3)
+    for file in (tmp_path / "fused").glob("*.safetensors"):
+        tensors = load_file(file)
+        stacked: dict[str, list] = {}
+        for name in [name for name in tensors if ".experts." in name]:
+            prefix, expert, projection, _ = name.rsplit(".", 3)
+            stacked.setdefault(f"{prefix}.{projection}", [None] * 4)[int(expert)] = tensors.pop(name)
+        for name in [name for name in stacked if name.endswith("gate_proj")]:
+            prefix = name.removesuffix("gate_proj")
+            gate, up, down = (torch.stack(stacked[f"{prefix}{part}_proj"]) for part in ("gate", "up", "down"))
+            tensors |= {f"{prefix}gate_up_proj": torch.cat([gate, up], 1), f"{prefix}down_proj": down}
+        save_file(tensors, file)
+    index = tmp_path / "fused" / "model.safetensors.index.json"
+    index.unlink()  # names changed; vLLM takes every file then
+    split, fused = (load_model(tmp_path / name, kind, monkeypatch) for name in ("split", "fused"))
+    for left, right in zip(split, fused, strict=True):
+        for (name, a), (_, b) in zip(left.named_parameters(), right.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("kind", ["gpt-oss-mxfp4", "qwen3-bf16", "qwen3-modelopt"])
 def test_dummy_loader(kind, tmp_path, monkeypatch):
     write_checkpoint(tmp_path, kind, seed=3)
