@@ -129,29 +129,16 @@ class HummingMoEMethod(FusedMoEMethodBase):
             interleaved=self.activation.interleaved,
             has_bias=self.moe.has_bias,
         )
-        bias, device = shape.has_bias, torch.empty(0).device
         rows = shape.shard * (2 if gated else 1)
+        make: dict[str, Any] = {
+            "has_bias": shape.has_bias,
+            "device": torch.empty(0).device,
+            "weight_format": self.weight_format,
+        }
         packed: dict[Projection, PackedProjection] = {
             # Both paddings of I are those of w2's K, so that padded channels meet zero codes on either side.
-            "w13": packing.allocate(
-                num_experts,
-                rows,
-                hidden_size,
-                gated=gated,
-                has_bias=bias,
-                device=device,
-                pad_rows_to=CHUNK_K,
-                weight_format=fmt,
-            ),
-            "w2": packing.allocate(
-                num_experts,
-                hidden_size,
-                shape.shard,
-                gated=False,
-                has_bias=bias,
-                device=device,
-                weight_format=fmt,
-            ),
+            "w13": packing.allocate(num_experts, rows, hidden_size, gated=gated, pad_rows_to=CHUNK_K, **make),
+            "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, **make),
         }
         for projection, tensors in packed.items():
             for name, tensor in zip(("packed", "row_scale", "packed_bias"), tensors, strict=True):
