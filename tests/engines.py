@@ -46,17 +46,39 @@ def environment() -> dict[str, str]:
 def generate(
     directory: Path, engine: dict[str, Any], prompts: list[list[int]], max_tokens: int, plugin: str | None = None
 ) -> Run:
-    """Greedy tokens and the five best logprobs of each position, from `LLM(**engine)`.
+    """Greedy tokens and the five best logprobs of each position, from `LLM(**engine)` with processes of its own.
 
     plugin: a module beside this one whose register() vLLM calls in each of its processes.
     """
-    request = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens}
-    return _run(directory, GENERATE, request, environment() | _with_plugin(directory, plugin))
+    entries = [{"name": "", "engine": engine, "out": str(directory / "result.json")}]
+    request = {"engines": entries, "prompts": prompts, "max_tokens": max_tokens}
+    return _run(directory, GENERATE, request, environment() | _with_plugin(directory, plugin), START_LIMIT_S)
+
+
+def generate_in_turn(
+    directory: Path, engines: dict[str, dict[str, Any]], prompts: list[list[int]], max_tokens: int
+) -> dict[str, Run]:
+    """The same of several engines by name, one after the other in one process: most of a start is imports."""
+    marks = {name: f"=== {name} ===" for name in engines}
+    outs = {name: directory / f"{name}.json" for name in engines}
+    entries = [
+        {"name": marks[name], "engine": engine | {"distributed_executor_backend": "uni"}, "out": str(outs[name])}
+        for name, engine in engines.items()
+    ]
+    request = {"engines": entries, "prompts": prompts, "max_tokens": max_tokens}
+    limit = START_LIMIT_S * len(engines)
+    whole = _run(directory, GENERATE, request, environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, limit)
+    runs = {}
+    for name, out in outs.items():
+        log = whole.log.partition(marks[name])[2].partition("=== ")[0]
+        runs[name] = Run(whole.code, log, json.loads(out.read_text()) if out.exists() else None)
+    return runs
 
 
 def reference_generate(directory: Path, model: str, prompts: list[list[int]], max_tokens: int) -> Run:
     """The same from transformers, in float32."""
-    return _run(directory, REFERENCE, {"model": model, "prompts": prompts, "max_tokens": max_tokens}, environment())
+    request = {"model": model, "prompts": prompts, "max_tokens": max_tokens, "out": str(directory / "result.json")}
+    return _run(directory, REFERENCE, request, environment(), START_LIMIT_S)
 
 
 def _with_plugin(directory: Path, plugin: str | None) -> dict[str, str]:
@@ -71,13 +93,14 @@ def _with_plugin(directory: Path, plugin: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def _run(directory: Path, script: Path, request: dict[str, Any], env: dict[str, str]) -> Run:
+def _run(directory: Path, script: Path, request: dict[str, Any], env: dict[str, str], limit_s: float) -> Run:
+    """Runs the script to its end; the result is that of directory / result.json."""
     out, log = directory / "result.json", directory / "log.txt"
-    command = [sys.executable, str(script), json.dumps(request | {"out": str(out)})]
+    command = [sys.executable, str(script), json.dumps(request)]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         with stopping(process):
-            code = process.wait(START_LIMIT_S)
+            code = process.wait(limit_s)
     return Run(code, log.read_text(), json.loads(out.read_text()) if out.exists() else None)
 
 
@@ -140,13 +163,19 @@ class Engines:
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(2)
-        self.runs: dict[str, Future[Run]] = {}
+        self.runs: dict[str, Future[Any]] = {}
 
     def add(self, name: str, function, *arguments: Any) -> None:
         self.runs[name] = self.pool.submit(function, *arguments)
 
+    def add_in_turn(self, directory: Path, engines: dict[str, dict[str, Any]], *arguments: Any) -> None:
+        """See generate_in_turn; each engine's run is found under its own name."""
+        future = self.pool.submit(generate_in_turn, directory, engines, *arguments)
+        self.runs |= dict.fromkeys(engines, future)
+
     def __getitem__(self, name: str) -> Run:
-        return self.runs[name].result()
+        result: Run | dict[str, Run] = self.runs[name].result()
+        return result[name] if isinstance(result, dict) else result
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)

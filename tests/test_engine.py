@@ -36,6 +36,8 @@ LOGPROB_MEAN_LIMIT = 0.01
 PROMPTS = [build_tokenizer().encode(PROMPT).ids, [44], [9, 9, 9, 9], list(range(40, 120))]
 # Kinds with a twin of their own; the others share that of qwen3-mxfp4 or qwen3-modelopt, by weight format.
 OWN_TWIN = ("qwen3-mxfp4", "qwen3-modelopt", "qwen3-deepseek", "gpt-oss-mxfp4", "nemotron-h-modelopt")
+# These get an engine with processes of its own, as users start it; the others share one process, one after the other.
+OWN_PROCESSES = ("qwen3-mxfp4", "gpt-oss-mxfp4", "qwen3-bf16", "nemotron-h-modelopt")
 TESTED = [kind for kind in KINDS if kind != "qwen3-deepseek" or runs_block_fp8_linears()]
 OPTIONS: dict[str, dict] = {
     "qwen3-bf16-nvfp4": {"additional_config": {"humming": {"online_format": "nvfp4"}}},
@@ -62,21 +64,28 @@ def engines(tmp_path_factory):
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
     (unknown / "config.json").write_text(json.dumps(config))
 
-    def engine(model: str, dtype: str, quantization: str | None, **options) -> tuple:
-        directory = tmp_path_factory.mktemp(model)
-        arguments = {"model": str(root / model), "dtype": dtype, "quantization": quantization, **options}
-        return directory, arguments, PROMPTS, MAX_TOKENS
+    def arguments(model: str, dtype: str, quantization: str | None, **options) -> dict:
+        return {"model": str(root / model), "dtype": dtype, "quantization": quantization, **options}
+
+    def engine(model: str, *args, **options) -> tuple:
+        return tmp_path_factory.mktemp(model), arguments(model, *args, **options), PROMPTS, MAX_TOKENS
 
     runs = Engines()
+    in_turn = {}
     for kind in TESTED:
-        nemotron = kind == "nemotron-h-modelopt"
-        if kind in OWN_TWIN and nemotron:
-            directory, arguments, *rest = engine(twin_of(kind), "float32", None)
-            runs.add(twin_of(kind), reference_generate, directory, arguments["model"], *rest)
-        elif kind in OWN_TWIN:
-            runs.add(twin_of(kind), generate, *engine(twin_of(kind), "float32", None))
-        plugin = ("non_gated_plugin",) if nemotron else ()
+        twin, options = twin_of(kind), OPTIONS.get(kind, {})
+        if kind not in OWN_PROCESSES:
+            if kind in OWN_TWIN:
+                in_turn[twin] = arguments(twin, "float32", None)
+            in_turn[kind] = arguments(kind, "bfloat16", "humming", **options)
+    runs.add_in_turn(tmp_path_factory.mktemp("in_turn"), in_turn, PROMPTS, MAX_TOKENS)
+    for kind in ("qwen3-mxfp4", "gpt-oss-mxfp4"):
+        runs.add(twin_of(kind), generate, *engine(twin_of(kind), "float32", None))
+    for kind in OWN_PROCESSES:
+        plugin = ("non_gated_plugin",) if kind == "nemotron-h-modelopt" else ()
         runs.add(kind, generate, *engine(kind, "bfloat16", "humming", **OPTIONS.get(kind, {})), *plugin)
+    directory, model = tmp_path_factory.mktemp("nemotron"), str(root / twin_of("nemotron-h-modelopt"))
+    runs.add(twin_of("nemotron-h-modelopt"), reference_generate, directory, model, PROMPTS, MAX_TOKENS)
     options = json.dumps({"humming": {"backend": "reference"}})
     runs.add(
         "http",
