@@ -59,7 +59,7 @@ def generate_in_turn(
     directory: Path, engines: dict[str, dict[str, Any]], prompts: list[list[int]], max_tokens: int
 ) -> dict[str, Run]:
     """The same of several engines by name, one after the other in one process: most of a start is imports."""
-    marks = {name: f"=== {name} ===" for name in engines}
+    marks = {name: f"[engine: {name}]" for name in engines}
     outs = {name: directory / f"{name}.json" for name in engines}
     entries = [
         {"name": marks[name], "engine": engine | {"distributed_executor_backend": "uni"}, "out": str(outs[name])}
@@ -70,7 +70,7 @@ def generate_in_turn(
     whole = _run(directory, GENERATE, request, environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, limit)
     runs = {}
     for name, out in outs.items():
-        log = whole.log.partition(marks[name])[2].partition("=== ")[0]
+        log = whole.log.partition(marks[name])[2].partition("[engine: ")[0]
         runs[name] = Run(whole.code, log, json.loads(out.read_text()) if out.exists() else None)
     return runs
 

@@ -55,16 +55,15 @@ def _ct_mxfp4(w: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def _ct_nvfp4(w: Tensor) -> tuple[Tensors, Tensor]:
-    codes, scales, global_scale, _ = _split(w, NVFP4)
-    assert global_scale is not None
-    stored = global_scale.reciprocal().view(1)
+    quantized = quantize(w, NVFP4)
+    assert quantized.global_scale is not None
+    stored = quantized.global_scale.reciprocal().view(1)
     tensors = {
-        "weight_packed": codes,
-        "weight_scale": scales.view(torch.float8_e4m3fn),
+        "weight_packed": quantized.codes,
+        "weight_scale": quantized.scales.view(torch.float8_e4m3fn),
         "weight_global_scale": stored,
     }
-    quantized = quantize(w, NVFP4)._replace(global_scale=stored.reciprocal())
-    return tensors, dequantize(quantized, NVFP4, torch.float32)
+    return tensors, dequantize(quantized._replace(global_scale=stored.reciprocal()), NVFP4, torch.float32)
 
 
 def _ct_nvfp4_w4a4(w: Tensor) -> tuple[Tensors, Tensor]:
@@ -113,6 +112,12 @@ def _modelopt(w: Tensor) -> tuple[Tensors, Tensor]:
         "weight_scale_2": global_scale,
         "input_scale": torch.tensor(INPUT_SCALE),
     }
+    return tensors, dense
+
+
+def _modelopt_fused(w: Tensor) -> tuple[Tensors, Tensor]:
+    tensors, dense = _modelopt(w)
+    del tensors["input_scale"]  # vLLM has no name for fused ones
     return tensors, dense
 
 
@@ -241,7 +246,7 @@ STORAGES = {
     "modelopt": Storage(NVFP4, _modelopt, _modelopt_new),
     "modelopt-old": Storage(NVFP4, _modelopt, _modelopt_old, in_config=False),
     "modelopt-mixed": Storage(NVFP4, _modelopt, _modelopt_mixed),
-    "modelopt-fused": Storage(NVFP4, _modelopt, _modelopt_new, fused=True),
+    "modelopt-fused": Storage(NVFP4, _modelopt_fused, _modelopt_new, fused=True),
     "quark": Storage(MXFP4, _quark, _quark_config),
     "deepseek": Storage(MXFP4, _deepseek, _deepseek_config, fp8_linears=True),
     "bf16": Storage(None, _bf16(MXFP4), _no_config),
@@ -253,27 +258,28 @@ def store(prefix: str, projections: Iterable[tuple[int, str, Tensor]], storage: 
     """Checkpoint and twin tensors of (expert, projection name, weight) under prefix; the twin is never fused."""
     tensors: Tensors = {}
     twin: Tensors = {}
-    by_projection: dict[str, dict[str, list[Tensor]]] = {}
     for expert, name, weight in projections:
         parts, dense = storage.tensors(weight)
         twin[f"{prefix}.{expert}.{name}.weight"] = dense
-        for suffix, tensor in parts.items():
-            if storage.fused:
-                by_projection.setdefault(name, {}).setdefault(suffix, []).append(tensor)
-            else:
-                tensors[f"{prefix}.{expert}.{name}.{suffix}"] = tensor
-    if storage.fused:
-        gate, up, down = (by_projection[name] for name in ("gate_proj", "up_proj", "down_proj"))
-        for suffix in down:
-            stacked = [_stack(part[suffix]) for part in (gate, up, down)]
-            # Fused names end in what follows "weight": gate_up_proj, gate_up_proj_scale, gate_up_proj_scale_2.
-            ending = suffix.removeprefix("weight")
-            if suffix == "input_scale":
-                continue
-            joined = torch.stack(stacked[:2], 1) if stacked[0].dim() == 1 else _cat(stacked[:2])
-            tensors[f"{prefix}.gate_up_proj{ending}"] = joined
-            tensors[f"{prefix}.down_proj{ending}"] = stacked[2]
-    return tensors, twin
+        tensors |= {f"{prefix}.{expert}.{name}.{suffix}": tensor for suffix, tensor in parts.items()}
+    return (_fused(prefix, tensors) if storage.fused else tensors), twin
+
+
+def _fused(prefix: str, tensors: Tensors) -> Tensors:
+    """gate_proj, up_proj and down_proj of single experts -> gate_up_proj and down_proj over all of them.
+
+    Names end in what followed "weight": gate_up_proj, gate_up_proj_scale, gate_up_proj_scale_2.
+    """
+    lists: dict[tuple[str, str], list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        _, projection, suffix = name.removeprefix(f"{prefix}.").split(".")
+        lists.setdefault((projection, suffix.removeprefix("weight")), []).append(tensor)
+    stacked = {key: _stack(parts) for key, parts in lists.items()}
+    fused = {f"{prefix}.down_proj{ending}": stacked["down_proj", ending] for _, ending in lists}
+    for _, ending in lists:
+        pair = [stacked[projection, ending] for projection in ("gate_proj", "up_proj")]
+        fused[f"{prefix}.gate_up_proj{ending}"] = torch.stack(pair, 1) if pair[0].dim() == 1 else _cat(pair)
+    return fused
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
