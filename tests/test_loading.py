@@ -2,6 +2,7 @@
 """What the weight loader accepts, what it refuses, and what ends up in the packed parameters."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from layers import (
     load_one,
     load_split,
     load_stacked,
+    quant_config,
 )
 
 from vllm_humming.moe import packing
@@ -189,6 +191,62 @@ def test_every_format_loads(name, activation):
     check_layer(layer, experts)
     assert layer.w13_packed.shape[3] == fmt.chunk_bytes
     assert not [name for name, parameter in layer.named_parameters() if parameter.numel() == 0]
+
+
+def test_experts_of_vllms_own_deepseek_v4_layer():
+    """DeepSeek's tensor names, through vLLM's mapper and expert mapping, into the MoE layer that its model builds."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM takes the model's CUDA implementation, which does not import here")
+    from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
+    from vllm.models.deepseek_v4.cpu import model as deepseek
+
+    sizes = Sizes(experts=4, hidden=128, intermediate=160)
+    hf_config = SimpleNamespace(
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        n_routed_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+        n_shared_experts=None,
+        num_hash_layers=0,
+        swiglu_limit=10.0,
+        norm_topk_prob=True,
+        topk_method="noaux_tc",
+        hidden_act="silu",
+    )
+    model_config = SimpleNamespace(hf_config=hf_config)
+    with engine():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            block = deepseek.DeepseekV4MoE(
+                SimpleNamespace(model_config=model_config, quant_config=quant_config(DEEPSEEK)),
+                prefix="model.layers.0.ffn",
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+    layer, experts = block.experts.routed_experts, Experts(sizes)
+    assert layer.quant_method.activation.limit == 10.0
+    checkpoint = {}
+    for e in range(sizes.experts):
+        for shard, projection in (("w1", "w13"), ("w2", "w2"), ("w3", "w13")):
+            name = f"layers.0.ffn.experts.{e}.{shard}"
+            checkpoint[f"{name}.weight"] = experts.tensor("codes", projection, e, shard).view(torch.int8)
+            checkpoint[f"{name}.scale"] = experts.tensor("scales", projection, e, shard).view(torch.float8_e8m0fnu)
+    params = {f"model.layers.0.ffn.{name}": parameter for name, parameter in block.named_parameters()}
+    mapping = fused_moe_make_expert_params_mapping(
+        block,
+        ckpt_gate_proj_name="w1",
+        ckpt_down_proj_name="w2",
+        ckpt_up_proj_name="w3",
+        num_experts=sizes.experts,
+    )
+    for name, tensor in deepseek._make_deepseek_v4_weights_mapper("fp4").apply(checkpoint.items()):
+        ((parameter, part, expert, shard),) = (entry for entry in mapping if entry[1] in name)
+        mapped = name.replace(part, parameter)
+        params[mapped].weight_loader(params[mapped], tensor, mapped, shard_id=shard, expert_id=expert)
+    finish(layer)
+    check_layer(layer, experts)
 
 
 @pytest.mark.parametrize("bias", [False, True])
