@@ -322,13 +322,13 @@ def test_stacked_nvfp4_tensors_hold_gate_and_up_globals(interleaved):
         assert torch.equal(weight, experts.dense(projection)[0])
 
 
-@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS])
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, CT_NVFP4, GPT_OSS])
 def test_load_peak_does_not_grow_with_the_experts(checkpoint):
     """Beyond the preallocated parameters a load takes a few times one expert, and keeps nothing."""
     sizes = Sizes(experts=64, hidden=512, intermediate=256)
     with engine():
         layer = build(checkpoint, sizes, **(GPT_OSS_LAYER if checkpoint is GPT_OSS else {}))
-    experts = Experts(sizes, bias=checkpoint is GPT_OSS)
+    experts = Experts(sizes, bias=checkpoint is GPT_OSS, fmt=NVFP4 if checkpoint is CT_NVFP4 else MXFP4)
     load = load_stacked if checkpoint is GPT_OSS else load_split
     load(layer, experts)  # index tables of the packing are made once
     one_expert = sum(p[0].numel() * p.element_size() for p in layer.parameters() if p.numel())

@@ -270,7 +270,10 @@ FORMATS = (
     CheckpointFormat("quark", "Quark MXFP4", "quark", _quark_matches, _quark_expert_scheme),
     CheckpointFormat("gpt_oss_mxfp4", "gpt-oss mxfp4", "gpt_oss_mxfp4", _gpt_oss_matches, _gpt_oss_expert_scheme),
     CheckpointFormat(
-        "deepseek_v4_fp8", "DeepSeek-V4 FP8 with FP4 experts", "deepseek_v4_fp8", _deepseek_matches,
+        "deepseek_v4_fp8",
+        "DeepSeek-V4 FP8 with FP4 experts",
+        "deepseek_v4_fp8",
+        _deepseek_matches,
         _deepseek_expert_scheme,
     ),
-)  # fmt: skip
+)
