@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one vLLM engine in a process of its own and writes what it generated as JSON. Used by engines.py.
+"""Runs vLLM engines and writes what each generated as JSON. Used by engines.py.
 
-Usage: python engine_generate.py REQUEST, a JSON object with engine (arguments of LLM), prompts, max_tokens and out.
+Usage: python engine_generate.py REQUEST, a JSON object with engines (a list of {engine: arguments of LLM, out, name}),
+prompts and max_tokens. Several engines run one after the other; name starts the part of the output that is about one.
+An engine that fails does not keep the next from running; the exit code tells.
 """
 
+import gc
 import json
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 
-def main() -> None:
+def generate(arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
-    request = json.loads(sys.argv[1])
-    llm = LLM(enforce_eager=True, max_model_len=256, max_num_seqs=8, **request["engine"])
-    params = SamplingParams(
-        temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5, prompt_logprobs=5
-    )
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], params)
+    llm = LLM(enforce_eager=True, max_model_len=256, max_num_seqs=8, **arguments)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
 
     def plain(positions):
         return [{token: entry.logprob for token, entry in (position or {}).items()} for position in positions]
 
-    result = [
+    return [
         {
             "tokens": list(output.outputs[0].token_ids),
             "text": output.outputs[0].text,
@@ -31,7 +33,26 @@ def main() -> None:
         }
         for output in outputs
     ]
-    Path(request["out"]).write_text(json.dumps(result))
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    failed = False
+    for entry in request["engines"]:
+        print(entry["name"], flush=True)
+        try:
+            result = generate(entry["engine"], request["prompts"], request["max_tokens"])
+        except Exception:
+            traceback.print_exc()
+            failed = True
+        else:
+            Path(entry["out"]).write_text(json.dumps(result))
+        if len(request["engines"]) > 1:
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            gc.collect()
+            cleanup_dist_env_and_memory()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

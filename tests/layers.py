@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 CT_WEIGHTS = {
@@ -32,6 +34,48 @@ CT_MXFP4: dict[str, Any] = {
             "output_activations": None,
         }
     },
+}
+CT_NVFP4: dict[str, Any] = CT_MXFP4 | {
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": CT_MXFP4["config_groups"]["group_0"]
+        | {"format": "nvfp4-pack-quantized", "weights": CT_WEIGHTS | {"group_size": 16, "strategy": "tensor_group"}}
+    },
+}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]}
+MODELOPT_OLD: dict[str, Any] = {
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
+    },
+    "quant_method": "modelopt_fp4",  # vLLM puts it there
+}  # fmt: skip
+MODELOPT_MIXED: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.0.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "model.layers.2.mlp.experts.0.up_proj": {"quant_algo": "FP8"},
+    },
+    "ignore": ["lm_head", "model.layers.3*"],
+}
+QUARK: dict[str, Any] = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+        "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "is_dynamic": True},
+    },
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "exclude": ["lm_head"],
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "quant_method": "deepseek_v4_fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "ignored_layers": [],
 }
 GPT_OSS: dict[str, Any] = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
@@ -93,7 +137,7 @@ def build(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as vLLM's loader does around the model's constructor
     try:
-        with _non_gated_layers_allowed():
+        with non_gated_layers_allowed():
             layer = compat.moe_factory()(
                 num_experts=sizes.experts,
                 top_k=sizes.top_k,
@@ -111,7 +155,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _non_gated_layers_allowed() -> Iterator[None]:
+def non_gated_layers_allowed() -> Iterator[None]:
     """vLLM builds non-gated layers on GPUs only; this tells its config check, and nothing else, that here is one."""
     import vllm.model_executor.layers.fused_moe.config as moe_config
 
@@ -130,30 +174,70 @@ def _non_gated_layers_allowed() -> Iterator[None]:
         moe_config.current_platform = real
 
 
-class Experts:
-    """Random MXFP4 experts: w13 [E, R, H] (rows gate then up, or interleaved), w2 [E, H, I], with optional biases."""
+def runs_block_fp8_linears() -> bool:
+    """Whether vLLM itself has a kernel for block-FP8 linears on this machine: on CPUs it takes AMX."""
+    from vllm.platforms import current_platform
 
-    def __init__(self, sizes: Sizes, *, gated: bool = True, bias: bool = False, seed: int = 0) -> None:
+    return current_platform.is_cuda() or (current_platform.is_cpu() and torch.cpu._is_amx_tile_supported())
+
+
+class Experts:
+    """Random experts: w13 [E, R, H] (rows gate then up, or interleaved), w2 [E, H, I], with optional biases.
+
+    NVFP4 experts have a global scale of their own each, and the up half one twice as large as the gate's.
+    """
+
+    def __init__(
+        self, sizes: Sizes, *, gated: bool = True, bias: bool = False, seed: int = 0, fmt: WeightFormat = MXFP4
+    ) -> None:
         gen = torch.Generator().manual_seed(seed)
         e, h, i = sizes.experts, sizes.hidden, sizes.intermediate
         rows = 2 * i if gated else i
+        self.format = fmt
 
         def byte(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=gen, dtype=torch.uint8)
 
         self.codes = {"w13": byte(0, 256, e, rows, h // 2), "w2": byte(0, 256, e, h, i // 2)}
-        self.scales = {"w13": byte(120, 125, e, rows, h // 32), "w2": byte(120, 125, e, h, i // 32)}
+        low, high = (0, 0x48) if fmt is NVFP4 else (120, 125)  # NVFP4: zero, subnormal and normal numbers up to 4
+        group = fmt.group_k
+        self.scales = {"w13": byte(low, high, e, rows, h // group), "w2": byte(low, high, e, h, i // group)}
+        self.globals: dict[str, torch.Tensor] = {}
+        if fmt.has_global:
+            exponents = torch.arange(e, dtype=torch.float32)[:, None] % 3 - 6
+            self.globals["w13"] = torch.exp2(exponents + (torch.arange(2) if gated else 0))
+            self.globals["w2"] = torch.exp2(exponents - 1)
         self.bias: dict[str, torch.Tensor] = {}
         if bias:
             self.bias["w13"] = torch.randn(e, rows, generator=gen).bfloat16()
             self.bias["w2"] = torch.randn(e, h, generator=gen).bfloat16()
 
     def dense(self, projection: str) -> torch.Tensor:
-        """float64 weights of all experts in checkpoint row order."""
-        from vllm_humming.moe.quantize import dequantize_mxfp4
+        """float64 weights of all experts in checkpoint row order (NVFP4: not interleaved)."""
+        from vllm_humming.moe.quantize import dequantize_mxfp4, dequantize_nvfp4
 
         pairs = zip(self.codes[projection], self.scales[projection], strict=True)
-        return torch.stack([dequantize_mxfp4(codes, scales, torch.float64) for codes, scales in pairs])
+        if not self.globals:
+            return torch.stack([dequantize_mxfp4(codes, scales, torch.float64) for codes, scales in pairs])
+        rows = self.codes[projection].shape[1]
+        factors = self.globals[projection].repeat_interleave(rows // self.globals[projection].shape[1], 1)
+        weights = [dequantize_nvfp4(*pair, own, torch.float64) for pair, own in zip(pairs, factors, strict=True)]
+        return torch.stack(weights)
+
+    def tensor(self, kind: str, projection: str, expert: int, shard: str, *, reciprocal: bool = False) -> Any:
+        """The checkpoint tensor of one shard, None for what these experts do not have."""
+        half = 1 if shard == "w3" else 0
+        if kind == "global":
+            value = self.globals[projection][expert, min(half, self.globals[projection].shape[1] - 1)]
+            return value.reciprocal() if reciprocal else value
+        if kind == "unused":
+            return torch.tensor(float("nan"))  # never looked at
+        source = {"codes": self.codes, "scales": self.scales, "bias": self.bias}[kind]
+        if not source:
+            return None
+        tensor = source[projection][expert]
+        split = projection == "w13" and self.codes["w13"].shape[1] == 2 * self.codes["w2"].shape[2] * 2
+        return tensor.chunk(2)[half] if split else tensor
 
 
 def load_one(layer: Any, name: str, tensor: torch.Tensor, shard: str | None, expert: int | None) -> Any:
@@ -164,20 +248,17 @@ def load_one(layer: Any, name: str, tensor: torch.Tensor, shard: str | None, exp
     )
 
 
-def load_split(layer: Any, experts: Experts, *, codes: str = "weight_packed", skip: tuple[str, ...] = ()) -> None:
-    """Loads expert by expert, gate, up and down apart, as compressed-tensors checkpoints come."""
-    gated = layer.activation.is_gated
+def load_split(layer: Any, experts: Experts, *, skip: tuple[str, ...] = ()) -> None:
+    """Loads expert by expert, gate, up and down apart, as most checkpoints come, under the names of the scheme."""
+    gated, scheme = layer.activation.is_gated, layer.quant_method.scheme
     for e in range(experts.codes["w13"].shape[0]):
         for shard, projection in (("w1", "w13"), ("w2", "w2"), ("w3", "w13")):
             if shard == "w3" and not gated:
                 continue
-            for suffix, source in ((codes, experts.codes), ("weight_scale", experts.scales), ("bias", experts.bias)):
-                if not source or f"{e}.{shard}.{suffix}" in skip:
-                    continue
-                tensor = source[projection][e]
-                if projection == "w13" and gated:
-                    tensor = tensor.chunk(2)[0 if shard == "w1" else 1]
-                load_one(layer, f"{projection}_{suffix}", tensor, shard, e)
+            for suffix, kind in scheme.tensors:
+                tensor = experts.tensor(kind, projection, e, shard, reciprocal=scheme.reciprocal_global)
+                if tensor is not None and f"{e}.{shard}.{suffix}" not in skip:
+                    load_one(layer, f"{projection}_{suffix}", tensor, shard, e)
 
 
 def load_stacked(layer: Any, experts: Experts) -> None:

@@ -8,7 +8,20 @@ import sys
 
 import pytest
 import torch
-from layers import CT_MXFP4, GPT_OSS, Sizes, build, engine, quant_config
+from layers import (
+    CT_MXFP4,
+    CT_NVFP4,
+    DEEPSEEK,
+    GPT_OSS,
+    MODELOPT,
+    MODELOPT_MIXED,
+    MODELOPT_OLD,
+    QUARK,
+    Sizes,
+    build,
+    engine,
+    quant_config,
+)
 
 import vllm_humming
 from vllm_humming import compat
@@ -16,7 +29,15 @@ from vllm_humming.quant_methods import config as config_module
 from vllm_humming.quant_methods.config import HummingConfig
 
 SIZES = Sizes()
-BASES = {"compressed-tensors": CT_MXFP4, "gpt_oss_mxfp4": GPT_OSS}
+BASES = {
+    "compressed-tensors": CT_MXFP4,
+    "gpt_oss_mxfp4": GPT_OSS,
+    "modelopt_fp4": MODELOPT,
+    "modelopt_mixed": MODELOPT_MIXED,
+    "quark": QUARK,
+    "deepseek_v4_fp8": DEEPSEEK,
+}
+CHECKPOINTS = (*BASES.values(), CT_NVFP4, MODELOPT_OLD)
 
 
 def _ct(**changes):
@@ -51,8 +72,14 @@ def test_unquantised_checkpoint_gets_the_online_config():
     [
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "quant_method='fp8'"),
         ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method='modelopt' quant_algo='NVFP4'"),
-        (_ct(format="nvfp4-pack-quantized", weights={"group_size": 16}), "format='nvfp4-pack-quantized'.*group 16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_method='modelopt' quant_algo='FP8'"),
+        (
+            {"quant_method": "modelopt_fp4", "quantization": {"quant_algo": "NVFP4_AWQ"}},
+            "quant_method='modelopt_fp4' quant_algo='NVFP4_AWQ'",
+        ),
+        (QUARK | {"global_quant_config": {"weight": {"dtype": "int4"}}}, "quant_method='quark'"),
+        (_ct(format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'.*group 32"),
+        (_ct(weights={"group_size": 16}), "format='mxfp4-pack-quantized'.*group 16"),
         (
             _ct(format="pack-quantized", weights={"type": "int", "group_size": 128}),
             "format='pack-quantized'.*4-bit int",
@@ -64,7 +91,10 @@ def test_unquantised_checkpoint_gets_the_online_config():
 def test_unknown_formats_are_refused_by_name(checkpoint, named):
     with pytest.raises(ValueError, match=named) as error:
         quant_config(checkpoint)
-    assert "Supported: compressed-tensors mxfp4-pack-quantized; gpt-oss mxfp4; unquantised" in str(error.value)
+    assert (
+        "Supported: compressed-tensors mxfp4-pack-quantized and nvfp4-pack-quantized; ModelOpt NVFP4; ModelOpt mixed "
+        "precision; Quark MXFP4; gpt-oss mxfp4; DeepSeek-V4 FP8 with FP4 experts; unquantised"
+    ) in str(error.value)
 
 
 def test_override_only_when_asked_for():
@@ -75,7 +105,7 @@ def test_override_only_when_asked_for():
 
 
 def test_configs_pickle_into_a_fresh_process(tmp_path):
-    configs = [quant_config(checkpoint) for checkpoint in (CT_MXFP4, GPT_OSS, None)]
+    configs = [quant_config(checkpoint) for checkpoint in (*CHECKPOINTS, None)]
     file = tmp_path / "configs.pkl"
     file.write_bytes(pickle.dumps(configs))
     code = (
@@ -85,7 +115,7 @@ def test_configs_pickle_into_a_fresh_process(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     expected = [f"{type(c).__module__} {type(c).__qualname__} {c.get_name()}" for c in configs]
-    assert done.stdout.splitlines()[-3:] == expected
+    assert done.stdout.splitlines()[-len(expected) :] == expected
 
 
 def test_no_other_name_is_made_up():
@@ -101,7 +131,7 @@ def test_experts_get_our_method_and_linears_keep_vllms(checkpoint):
     with engine():
         gpt_oss = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
         layer = build(config, SIZES, **gpt_oss)
-        assert type(layer.quant_method).__name__ == "HummingMxfp4MoEMethod"
+        assert type(layer.quant_method).__name__ == "HummingMoEMethod"
         assert layer.quant_method.moe_kernel is None
         assert not layer.quant_method.is_monolithic
         linear = ReplicatedLinear(
@@ -141,8 +171,69 @@ def test_ignored_experts_stay_with_vllm(monkeypatch):
         monkeypatch.setattr(config_module.logger, "info", lambda text, *args: lines.append(text % args))
         assert config.get_quant_method(layer, layer.layer_name) == "vllm's"
     assert lines == [
-        "model.layers.0.mlp.experts: this checkpoint leaves these experts unquantised; vLLM's own method runs them"
+        "model.layers.0.mlp.experts: this checkpoint stores these experts not as FP4; vLLM's own method runs them"
     ]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda checkpoint: checkpoint["quant_method"])
+def test_experts_of_every_format_get_our_method(checkpoint):
+    gpt_oss = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
+    with engine():
+        layer = build(checkpoint, SIZES, **gpt_oss)
+    nvfp4 = checkpoint in (CT_NVFP4, MODELOPT, MODELOPT_OLD, MODELOPT_MIXED)
+    assert layer.quant_method.weight_format.name == ("nvfp4" if nvfp4 else "mxfp4")
+    assert layer.quant_method.scheme.reciprocal_global == (checkpoint is CT_NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "excluded"),
+    [
+        (MODELOPT | {"ignore": ["*mlp.experts*"]}, "model.layers.0.mlp.experts"),
+        (MODELOPT_OLD | {"quantization": MODELOPT_OLD["quantization"] | {"exclude_modules": ["model.layers.0*"]}},
+         "model.layers.0.mlp.experts"),
+        (MODELOPT_MIXED, "model.layers.2.mlp.experts"),  # FP8
+        (MODELOPT_MIXED, "model.layers.3.mlp.experts"),  # excluded
+        (MODELOPT_MIXED, "model.layers.4.mlp.experts"),  # not listed
+        (QUARK | {"exclude": ["re:.*experts.*"]}, "model.layers.0.mlp.experts"),
+        (DEEPSEEK | {"ignored_layers": ["model.layers.0.mlp.experts"]}, "model.layers.0.mlp.experts"),
+    ],
+)  # fmt: skip
+def test_excluded_experts_of_every_format_stay_with_vllm(checkpoint, excluded, monkeypatch):
+    config = quant_config(checkpoint)
+    monkeypatch.setattr(
+        compat.base_config_class(type(config).checkpoint_format.base),
+        "get_quant_method",
+        lambda self, layer, prefix: "vllm's",
+    )
+    with engine():
+        layer = build(CT_MXFP4, SIZES)
+        assert config.get_quant_method(layer, excluded) == "vllm's"
+        if checkpoint is MODELOPT_MIXED:
+            assert type(config.get_quant_method(layer, "model.layers.1.mlp.experts")).__name__ == "HummingMoEMethod"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        (MODELOPT | {"group_size": 32}, "NVFP4 has groups of 16, found group_size 32"),
+        (
+            QUARK | {"layer_quant_config": {"*experts*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}},
+            "loads Quark experts whose weight is .*'fp4'.*found .*'fp8_e4m3'",
+        ),
+    ],
+)
+def test_experts_stored_otherwise_are_refused_by_name(checkpoint, message):
+    with engine(), pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: .*{message}"):
+        build(checkpoint, SIZES)
+
+
+def test_deepseek_fp8_experts_are_refused_by_name(monkeypatch):
+    config = quant_config(DEEPSEEK)
+    monkeypatch.setattr(type(config), "expert_dtype", "fp8")
+    with engine():
+        layer = build(CT_MXFP4, SIZES)
+        with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: .*expert_dtype 'fp4' .*found .*'fp8'"):
+            config.get_quant_method(layer, layer.layer_name)
 
 
 def test_experts_of_another_scheme_are_refused_by_name():
@@ -161,7 +252,39 @@ def test_unknown_option_is_an_error_when_the_layer_is_built():
         build(CT_MXFP4, SIZES)
 
 
-@pytest.mark.parametrize("kind", ["qwen3-mxfp4", "gpt-oss-mxfp4", "qwen3-bf16"])
+def test_mixed_precision_whose_layers_are_in_hf_quant_config(tmp_path):
+    import json
+
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+
+    from vllm_humming.checkpoints import write_checkpoint
+
+    vllm_humming.register()
+    write_checkpoint(tmp_path, "qwen3-modelopt-mixed", seed=0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["quantization_config"].pop("quantized_layers")
+    excluded = config["quantization_config"].pop("ignore")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    moved = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": excluded}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": moved}))
+    model = ModelConfig(str(tmp_path), quantization="humming", dtype="bfloat16", enforce_eager=True)
+    config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu")).quant_config
+    assert config.quantized_layers == layers
+    assert config.exclude_modules == excluded
+
+
+# The loading tests take the other kinds the same way.
+ACCEPTED = {
+    "qwen3-mxfp4": "HummingShadow_compressed_tensors",
+    "qwen3-modelopt-old": "HummingShadow_modelopt_fp4",
+    "qwen3-quark": "HummingShadow_quark",
+    "qwen3-deepseek": "HummingShadow_deepseek_v4_fp8",
+    "gpt-oss-mxfp4": "HummingShadow_gpt_oss_mxfp4",
+    "qwen3-bf16": "HummingConfig",
+}
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
 def test_vllm_accepts_real_checkpoints(kind, tmp_path):
     """The whole way from a model directory to the config object, through vLLM's own checks."""
     from vllm.config import DeviceConfig, ModelConfig, VllmConfig
@@ -172,9 +295,4 @@ def test_vllm_accepts_real_checkpoints(kind, tmp_path):
     write_checkpoint(tmp_path, kind, seed=0)
     model = ModelConfig(str(tmp_path), quantization="humming", dtype="bfloat16", enforce_eager=True)
     config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu")).quant_config
-    expected = {
-        "qwen3-mxfp4": "HummingShadow_compressed_tensors_mxfp4",
-        "gpt-oss-mxfp4": "HummingShadow_gpt_oss_mxfp4",
-        "qwen3-bf16": "HummingConfig",
-    }
-    assert type(config).__name__ == expected[kind]
+    assert type(config).__name__ == ACCEPTED[kind]

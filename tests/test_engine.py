@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of the three formats in the real engine, beside their dequantised BF16 twins.
+"""Checkpoints of every kind in the real engine, beside their dequantised twins.
 
-The twin's weights are the exact values of the MXFP4 weights, and its engine computes in float32 where the engine under
-test computes in BF16. Measured on a CPU, the five best logprobs of each position differ by at most 0.027 (Qwen3-MoE)
-and 0.019 (gpt-oss); the same model with its unquantised weights differs by up to 0.44, 0.087 in the mean.
+The twin's weights are the exact values of the FP4 weights, and its engine computes in float32 where the engine under
+test computes in BF16. Measured on a CPU, the five best logprobs of each position differ by at most 0.032 (MXFP4), 0.020
+(NVFP4), 0.027 (block-FP8 attention) and 0.019 (gpt-oss, Nemotron-H); the Qwen3 model with its unquantised weights
+differs by up to 0.44, 0.087 in the mean.
 """
 
 import json
@@ -13,10 +14,12 @@ import pytest
 
 vllm = pytest.importorskip("vllm")
 
-from engines import Engines, Run, generate, serve  # noqa: E402
+from engines import Engines, Run, generate, reference_generate, serve  # noqa: E402
+from layers import runs_block_fp8_linears  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from vllm_humming.checkpoints import KINDS, write_checkpoint  # noqa: E402
+from vllm_humming.checkpoints import KINDS, weight_format, write_checkpoint  # noqa: E402
+from vllm_humming.moe.weight_formats import NVFP4  # noqa: E402
 from vllm_humming.tokenizer import PROMPT, SENTENCE, build_tokenizer  # noqa: E402
 
 pytestmark = [
@@ -31,15 +34,28 @@ LOGPROB_LIMIT = 0.05
 LOGPROB_MEAN_LIMIT = 0.01
 # One prompt that ends in the demo's answer, a single token, a repetition, and one longer than the others together.
 PROMPTS = [build_tokenizer().encode(PROMPT).ids, [44], [9, 9, 9, 9], list(range(40, 120))]
-TWIN = {"qwen3-mxfp4": "qwen3-twin", "qwen3-bf16": "qwen3-twin", "gpt-oss-mxfp4": "gpt-oss-twin"}
+# Kinds with a twin of their own; the others share that of qwen3-mxfp4 or qwen3-modelopt, by weight format.
+OWN_TWIN = ("qwen3-mxfp4", "qwen3-modelopt", "qwen3-deepseek", "gpt-oss-mxfp4", "nemotron-h-modelopt")
+# These get an engine with processes of its own, as users start it; the others share one process, one after the other.
+OWN_PROCESSES = ("qwen3-mxfp4", "gpt-oss-mxfp4", "qwen3-bf16", "nemotron-h-modelopt")
+TESTED = [kind for kind in KINDS if kind != "qwen3-deepseek" or runs_block_fp8_linears()]
+OPTIONS: dict[str, dict] = {
+    "qwen3-bf16-nvfp4": {"additional_config": {"humming": {"online_format": "nvfp4"}}},
+    # Prefix caching of hybrid models asks for the Mamba layers that this one does not have.
+    "nemotron-h-modelopt": {"enable_prefix_caching": False},
+}
+
+
+def twin_of(kind: str) -> str:
+    shared = "qwen3-modelopt" if weight_format(kind) is NVFP4 else "qwen3-mxfp4"
+    return f"{kind if kind in OWN_TWIN else shared}-twin"
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    for kind in KINDS:
-        twin = root / TWIN[kind] if kind != "qwen3-bf16" else None  # its twin is qwen3-mxfp4's
-        write_checkpoint(root / kind, kind, twin=twin)
+    for kind in TESTED:
+        write_checkpoint(root / kind, kind, twin=root / twin_of(kind) if kind in OWN_TWIN else None)
     unknown = root / "unknown"
     unknown.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -48,17 +64,28 @@ def engines(tmp_path_factory):
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
     (unknown / "config.json").write_text(json.dumps(config))
 
-    def engine(model: str, dtype: str, quantization: str | None, **options) -> tuple:
-        directory = tmp_path_factory.mktemp(model)
-        arguments = {"model": str(root / model), "dtype": dtype, "quantization": quantization, **options}
-        return directory, arguments, PROMPTS, MAX_TOKENS
+    def arguments(model: str, dtype: str, quantization: str | None, **options) -> dict:
+        return {"model": str(root / model), "dtype": dtype, "quantization": quantization, **options}
+
+    def engine(model: str, *args, **options) -> tuple:
+        return tmp_path_factory.mktemp(model), arguments(model, *args, **options), PROMPTS, MAX_TOKENS
 
     runs = Engines()
-    runs.add("qwen3-twin", generate, *engine("qwen3-twin", "float32", None))
-    runs.add("qwen3-mxfp4", generate, *engine("qwen3-mxfp4", "bfloat16", "humming"))
-    runs.add("gpt-oss-twin", generate, *engine("gpt-oss-twin", "float32", None))
-    runs.add("gpt-oss-mxfp4", generate, *engine("gpt-oss-mxfp4", "bfloat16", "humming"))
-    runs.add("qwen3-bf16", generate, *engine("qwen3-bf16", "bfloat16", "humming"))
+    in_turn = {}
+    for kind in TESTED:
+        twin, options = twin_of(kind), OPTIONS.get(kind, {})
+        if kind not in OWN_PROCESSES:
+            if kind in OWN_TWIN:
+                in_turn[twin] = arguments(twin, "float32", None)
+            in_turn[kind] = arguments(kind, "bfloat16", "humming", **options)
+    runs.add_in_turn(tmp_path_factory.mktemp("in_turn"), in_turn, PROMPTS, MAX_TOKENS)
+    for kind in ("qwen3-mxfp4", "gpt-oss-mxfp4"):
+        runs.add(twin_of(kind), generate, *engine(twin_of(kind), "float32", None))
+    for kind in OWN_PROCESSES:
+        plugin = ("non_gated_plugin",) if kind == "nemotron-h-modelopt" else ()
+        runs.add(kind, generate, *engine(kind, "bfloat16", "humming", **OPTIONS.get(kind, {})), *plugin)
+    directory, model = tmp_path_factory.mktemp("nemotron"), str(root / twin_of("nemotron-h-modelopt"))
+    runs.add(twin_of("nemotron-h-modelopt"), reference_generate, directory, model, PROMPTS, MAX_TOKENS)
     options = json.dumps({"humming": {"backend": "reference"}})
     runs.add(
         "http",
@@ -82,12 +109,13 @@ def layers_run_by_us(run: Run) -> set[tuple[str, str]]:
     return set(re.findall(r"(\d+) MoE layers? run through vllm_humming \(.*, (kernel|reference) path\)", run.log))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TESTED)
 def test_same_tokens_and_logprobs_as_the_dequantised_model(engines, kind):
-    ours, twin = engines[kind], engines[TWIN[kind]]
+    ours, twin = engines[kind], engines[twin_of(kind)]
     assert twin.result is not None, twin.log[-4000:]
     assert ours.result is not None, ours.log[-4000:]
     assert {count for count, _ in layers_run_by_us(ours)} == {"2"}
+    assert f"({weight_format(kind).label} experts, " in ours.log
     assert not layers_run_by_us(twin)
     differences = []
     for ours_prompt, twin_prompt in zip(ours.result, twin.result, strict=True):
@@ -104,10 +132,11 @@ def test_same_tokens_and_logprobs_as_the_dequantised_model(engines, kind):
 def test_the_model_answers_its_question(engines):
     assert engines["qwen3-mxfp4"].result[0]["text"].startswith(SENTENCE)
     assert engines["gpt-oss-mxfp4"].result[0]["text"].startswith(SENTENCE)
+    assert engines["nemotron-h-modelopt"].result[0]["text"].startswith(SENTENCE)
 
 
 def test_http_server_with_an_option(engines):
-    run, twin = engines["http"], engines["qwen3-twin"].result
+    run, twin = engines["http"], engines["qwen3-mxfp4-twin"].result
     sentence, tokens = (answer["choices"][0] for answer in run.result)
     assert sentence["text"] == SENTENCE
     assert sentence["finish_reason"] == "stop"
@@ -124,7 +153,7 @@ def test_unknown_format_is_refused_before_weights_load(engines):
     assert run.code != 0
     assert run.result is None
     assert "vllm-humming does not load checkpoints of format quant_method='awq'" in run.log
-    assert "Supported: compressed-tensors mxfp4-pack-quantized; gpt-oss mxfp4" in run.log
+    assert "Supported: compressed-tensors mxfp4-pack-quantized and nvfp4-pack-quantized; ModelOpt NVFP4" in run.log
     assert "safetensors" not in run.log  # the directory has no weights, and nothing missed them
 
 

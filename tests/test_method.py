@@ -8,7 +8,9 @@ import pytest
 import torch
 from layers import (
     CT_MXFP4,
+    CT_NVFP4,
     GPT_OSS,
+    MODELOPT,
     Experts,
     Sizes,
     apply,
@@ -23,9 +25,10 @@ from layers import (
 
 import vllm_humming
 from vllm_humming import compat
-from vllm_humming.moe import reference
+from vllm_humming.moe import packing, reference
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.packing import CODE_BYTES
+from vllm_humming.moe.weight_formats import NVFP4
 
 SIZES = Sizes()
 ACTIVATIONS = {
@@ -88,6 +91,24 @@ def test_activations(name, dtype):
     y = apply(layer, x, weights, ids)
     assert y.dtype == dtype
     assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+@pytest.mark.parametrize("checkpoint", [CT_NVFP4, MODELOPT])
+@pytest.mark.parametrize("activation", ["silu", "relu2_no_mul"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nvfp4(checkpoint, activation, dtype):
+    """Gate, up and down of each expert have global scales of their own, the up half's twice the gate's."""
+    sizes = Sizes(hidden=80, intermediate=208)
+    experts = Experts(sizes, gated=activation == "silu", fmt=NVFP4)
+    with engine():
+        layer = ready(experts, sizes=sizes, checkpoint=checkpoint, dtype=dtype, activation=activation)
+    x, weights, ids = routing(9, sizes)
+    x = x.to(dtype)
+    y = apply(layer, x, weights, ids)
+    assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+    if activation == "silu":  # a method that took one global scale for both halves would be far off
+        experts.globals["w13"][:, 1] /= 2
+        assert relative_error(y, oracle(layer, experts, x, weights, ids)) > 0.1
 
 
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -168,7 +189,7 @@ def test_fp16_and_bf16_layers_differ_only_in_rounding():
     assert relative_error(outputs[0], outputs[1]) < 8e-3
 
 
-@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, None])
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, CT_NVFP4, GPT_OSS, None])
 def test_dummy_weights(checkpoint):
     """What vLLM's dummy loader leaves in the parameters, in any version, ends in finite, non-zero weights."""
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
@@ -186,10 +207,12 @@ def test_dummy_weights(checkpoint):
     assert torch.equal(layer.w13_row_scale, torch.ones_like(layer.w13_row_scale))
 
 
-def test_parameters_filled_in_place(caplog):
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, CT_NVFP4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_filled_in_place(checkpoint, dtype):
     """A benchmark that fills every parameter (shared protocol: uint8 scales 118..121, other uint8 anything)."""
     with engine():
-        layer = build(CT_MXFP4, SIZES)
+        layer = build(checkpoint, SIZES, dtype=dtype)
         for name, param in layer.named_parameters():
             if param.dtype == torch.uint8 and "scale" in name:
                 param.data.random_(118, 122)
@@ -199,8 +222,11 @@ def test_parameters_filled_in_place(caplog):
                 param.data.normal_(std=0.02)
         codes = layer.w13_packed[..., :CODE_BYTES].clone()
         finish(layer)
-        y = apply(layer, *routing(64, SIZES))
-    assert torch.isfinite(y).all()
+    for parameters in method_module().packed_of(layer).values():
+        rows = parameters.row_scale.shape[1]
+        for e in range(SIZES.experts):
+            weight, _ = packing.unpack_expert(parameters, e, dtype=dtype, k=96, out_features=rows, gated=False)
+            assert torch.isfinite(weight).all()
     assert torch.equal(layer.w13_packed[..., :CODE_BYTES], codes)
 
 
@@ -243,6 +269,12 @@ def test_summary_line_counts_layers(monkeypatch):
     assert lines == [line] * 3
 
 
+def method_module():
+    from vllm_humming.moe import method
+
+    return method
+
+
 def fake_moe(**changes):
     parallel = SimpleNamespace(use_all2all_kernels=False, all2all_backend="allgather_reducescatter", enable_eplb=False)
     vars(parallel).update(changes.pop("parallel", {}))
@@ -251,12 +283,12 @@ def fake_moe(**changes):
     )
 
 
-def method_for(moe):
-    from vllm_humming.moe.method import HummingMxfp4MoEMethod
+def method_for(moe, online="mxfp4"):
+    from vllm_humming.moe.method import HummingMoEMethod
     from vllm_humming.options import HummingOptions
-    from vllm_humming.quant_methods.formats import ONLINE
+    from vllm_humming.quant_methods.schemes import ONLINE
 
-    return HummingMxfp4MoEMethod(moe, ONLINE["mxfp4"], HummingOptions(), "model.layers.5.mlp.experts")
+    return HummingMoEMethod(moe, ONLINE[online], HummingOptions(), "model.layers.5.mlp.experts")
 
 
 @pytest.mark.parametrize(
@@ -285,11 +317,29 @@ def test_a_rank_holds_whole_scale_groups(tp, expected):
     assert method.maybe_roundup_sizes(2880, 2880 // tp, torch.bfloat16, None) == (2880, expected)
 
 
+@pytest.mark.parametrize(("tp", "expected"), [(1, 1856), (2, 928), (4, 464), (8, 240)])
+def test_a_rank_holds_whole_scale_groups_of_nvfp4(tp, expected):
+    """Nemotron-H: 1856 / 8 = 232 would cut a group of 16."""
+    method = method_for(fake_moe(tp_size=tp, intermediate_size=1856), "nvfp4")
+    assert method.maybe_roundup_sizes(2688, 1856 // tp, torch.bfloat16, None) == (2688, expected)
+
+
+def test_nvfp4_on_the_kernel_path_is_refused_by_layer(monkeypatch):
+    from vllm_humming import hardware
+
+    monkeypatch.setattr(hardware, "resolve_backend", lambda options: "kernel")
+    method_for(fake_moe())
+    with pytest.raises(NotImplementedError, match=r"layers\.5\.mlp\.experts: .*kernels do not run NVFP4 experts yet"):
+        method_for(fake_moe(), "nvfp4")
+
+
 def test_sizes_that_cut_a_scale_group_are_refused():
     with engine(), pytest.raises(ValueError, match=r"hidden_size to be a multiple of 32, found 80"):
         build(CT_MXFP4, Sizes(hidden=80))
     with engine(), pytest.raises(ValueError, match=r"intermediate_size to be a multiple of 32, found 100"):
         build(CT_MXFP4, Sizes(intermediate=100))
+    with engine(), pytest.raises(ValueError, match=r"NVFP4 needs hidden_size to be a multiple of 16, found 72"):
+        build(CT_NVFP4, Sizes(hidden=72))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu_no_mul", "relu2", "swiglustep"])

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_humming import ops
 from vllm_humming.moe.packing import allocate
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 
 def moe_args(tokens=3, hidden=96, dtype=torch.bfloat16, **changes):
@@ -51,8 +52,11 @@ def test_schemas():
     assert [a.name for a in plain.arguments] == ["x", "packed", "row_scale", "bias", "out", "weight_format", "tile"]
 
 
-def test_experts_of_zero_weights_give_zero():
-    args = moe_args()
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)
+def test_experts_of_zero_weights_give_zero(fmt):
+    w13 = allocate(2, 128, 96, gated=True, has_bias=False, device="cpu", pad_rows_to=128, weight_format=fmt)
+    w2 = allocate(2, 96, 64, gated=False, has_bias=False, device="cpu", weight_format=fmt)
+    args = moe_args(w13=w13.packed, w2=w2.packed, weight_format=fmt.code)
     torch.ops.vllm_humming.moe(**args)
     assert torch.equal(args["out"], torch.zeros_like(args["out"]))
 
@@ -82,6 +86,8 @@ def test_fakes_do_no_work():
         ({"out": torch.empty(2, 96, dtype=torch.bfloat16)}, "x and out must be"),
         ({"x": torch.zeros(3, 96)}, "x and out must be"),
         ({"w2": torch.zeros(2, 2, 1, 4096, dtype=torch.uint8)}, "w2 must be uint8"),
+        ({"weight_format": 1}, r"w13 must be uint8 \[E, rows/64, K/128, 4608\] \(NVFP4\), found"),
+        ({"w2": torch.zeros(2, 2, 1, 4608, dtype=torch.uint8)}, r"w2 must be uint8 .*4352\] \(MXFP4\), found"),
         ({"w13_row_scale": torch.ones(2, 64)}, "w13 row_scale must be float32"),
         ({"topk_ids": torch.zeros(2, 2, dtype=torch.int32)}, "topk_ids and topk_weights must be"),
         ({"x": torch.zeros(3, 224).half(), "out": torch.zeros(3, 224).half()}, "x has H = 224"),

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from vllm_humming.moe import packing
+from vllm_humming.moe import packing, weight_formats
 from vllm_humming.moe.packing import allocate, pack_expert, padded_k, padded_rows, unpack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4
 
@@ -164,7 +164,7 @@ def test_the_default_dtype_does_not_matter(dtype):
     codes, scales, bias = random_projection(96, 160, seed=1, low=106, high=130)
     results = []
     for default in (torch.float32, torch.bfloat16):
-        for table in (packing._word_table, packing._lane_shifts, packing._value_table, packing._power_table):
+        for table in (packing._word_table, packing._lane_shifts, packing._value_table, weight_formats.factor_table):
             table.cache_clear()
         try:
             torch.set_default_dtype(default)

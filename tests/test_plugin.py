@@ -67,7 +67,7 @@ def test_register_is_light_in_a_fresh_process():
     code = (
         "import sys, torch, vllm_humming; vllm_humming.register(); vllm_humming.register();"
         "assert not torch.cuda.is_initialized();"
-        "unwanted = ('vllm.model_executor.layers.fused_moe.', 'vllm_humming.moe');"
+        "unwanted = ('vllm.model_executor.layers.fused_moe.', 'vllm_humming.moe.method', 'vllm_humming.ops');"
         "heavy = [m for m in sys.modules if m.startswith(unwanted)];"
         "assert not heavy, heavy;"
         "from vllm.model_executor.layers.quantization import get_quantization_config as get;"
@@ -79,6 +79,7 @@ def test_register_is_light_in_a_fresh_process():
 
 def test_options_default_and_given():
     assert HummingOptions.parse({}) == HummingOptions("auto", "mxfp4")
+    assert HummingOptions.parse({"humming": {"online_format": "nvfp4"}}).online_format == "nvfp4"
     assert HummingOptions.parse({"other": 1, "humming": {"backend": "reference"}}).backend == "reference"
 
 
@@ -87,7 +88,7 @@ def test_options_default_and_given():
     [
         ({"bakend": "kernel"}, r"unknown option 'bakend'.*valid options: 'backend', 'online_format'"),
         ({"backend": "triton"}, r"\"backend\"\] is 'triton'; valid values: 'auto', 'kernel', 'reference'"),
-        ({"online_format": ["mxfp4"]}, r"\"online_format\"\] is \['mxfp4'\]; valid values: 'mxfp4'"),
+        ({"online_format": ["mxfp4"]}, r"\"online_format\"\] is \['mxfp4'\]; valid values: 'mxfp4', 'nvfp4'"),
         ("kernel", r"must be a mapping of options, found 'kernel'"),
     ],
 )

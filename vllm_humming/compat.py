@@ -106,6 +106,15 @@ def hf_text_config() -> Any:
     return getattr(model_config, "hf_text_config", None)
 
 
+def model_file(hf_config: Any, name: str) -> dict[str, Any] | None:
+    """A JSON file beside the config.json that hf_config was read from, None where there is none."""
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    model = getattr(hf_config, "_name_or_path", None)
+    content: dict[str, Any] | None = get_hf_file_to_dict(name, model, None) if model else None
+    return content
+
+
 def is_routed_experts(layer: torch.nn.Module) -> bool:
     """Whether layer is vLLM's holder of routed expert weights."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -139,6 +148,27 @@ def expert_checkpoint_names(layer: torch.nn.Module) -> list[str]:
     """
     names = [getattr(layer, f"ckpt_{part}_proj_name", f"{part}_proj") for part in ("gate", "up", "down")]
     return [name for name in names if name]
+
+
+def quark_excludes(config: Any, prefix: str) -> bool:
+    """Whether a QuarkConfig leaves the experts under prefix unquantised."""
+    from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+
+    excluded = config.quant_config.get("exclude") or []
+    return bool(
+        should_ignore_layer(prefix, ignore=excluded, fused_mapping=config.packed_modules_mapping, check_children=True)
+    )
+
+
+def fp8_excludes(config: Any, prefix: str) -> bool:
+    """Whether an Fp8Config leaves the layer under prefix unquantised."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    return bool(
+        is_layer_skipped(
+            prefix=prefix, ignored_layers=config.ignored_layers, fused_mapping=config.packed_modules_mapping
+        )
+    )
 
 
 def local_expert(layer: torch.nn.Module, expert: int) -> int:

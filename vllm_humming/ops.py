@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm_humming.moe import reference
-from vllm_humming.moe.packing import CHUNK_BYTES, CHUNK_K, PackedProjection
+from vllm_humming.moe.packing import CHUNK_K, PackedProjection
+from vllm_humming.moe.weight_formats import BY_CODE, WeightFormat
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
-WEIGHT_FORMATS = {0: "mxfp4"}
 
 _SCHEMAS = {
     "moe": "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
@@ -77,10 +77,14 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_projection(name: str, packed: Tensor, row_scale: Tensor, bias: Tensor | None) -> PackedProjection:
+def _check_projection(
+    name: str, weight_format: WeightFormat, packed: Tensor, row_scale: Tensor, bias: Tensor | None
+) -> PackedProjection:
+    size = weight_format.chunk_bytes
     _check(
-        packed.dtype == torch.uint8 and packed.dim() == 4 and packed.shape[3] == CHUNK_BYTES,
-        f"{name} must be uint8 [E, rows/64, K/128, {CHUNK_BYTES}], found {packed.dtype} {tuple(packed.shape)}",
+        packed.dtype == torch.uint8 and packed.dim() == 4 and packed.shape[3] == size,
+        f"{name} must be uint8 [E, rows/64, K/128, {size}] ({weight_format.label}), "
+        f"found {packed.dtype} {tuple(packed.shape)}",
     )
     rows = (packed.shape[0], packed.shape[1] * 64)
     for label, t in (("row_scale", row_scale), ("bias", bias)):
@@ -92,8 +96,10 @@ def _check_projection(name: str, packed: Tensor, row_scale: Tensor, bias: Tensor
     return PackedProjection(packed, row_scale, bias)
 
 
-def _check_format(weight_format: int) -> None:
-    _check(weight_format in WEIGHT_FORMATS, f"weight_format must be one of {WEIGHT_FORMATS}, found {weight_format}")
+def _check_format(weight_format: int) -> WeightFormat:
+    known = {code: fmt.name for code, fmt in BY_CODE.items()}
+    _check(weight_format in known, f"weight_format must be one of {known}, found {weight_format}")
+    return BY_CODE[weight_format]
 
 
 def _moe_cpu(
@@ -118,9 +124,9 @@ def _moe_cpu(
     tile1: int,
     tile2: int,
 ) -> None:
-    _check_format(weight_format)
-    first = _check_projection("w13", w13, w13_row_scale, w13_bias)
-    second = _check_projection("w2", w2, w2_row_scale, w2_bias)
+    fmt = _check_format(weight_format)
+    first = _check_projection("w13", fmt, w13, w13_row_scale, w13_bias)
+    second = _check_projection("w2", fmt, w2, w2_row_scale, w2_bias)
     _check(activation in tuple(reference.Activation), f"activation must be 0, 1 or 2, found {activation}")
     intermediate = w2.shape[2] * CHUNK_K
     rows = intermediate * (2 if reference.Activation(activation).gated else 1)
@@ -162,8 +168,7 @@ def _moe_cpu(
 def _gemm_plain_cpu(
     x: Tensor, packed: Tensor, row_scale: Tensor, bias: Tensor | None, out: Tensor, weight_format: int, tile: int
 ) -> None:
-    _check_format(weight_format)
-    _check_projection("packed", packed, row_scale, bias)
+    _check_projection("packed", _check_format(weight_format), packed, row_scale, bias)
     _check(
         x.dtype == out.dtype and x.shape[0] == out.shape[0] and packed.shape[0] == 1,
         f"x [M, K], out [M, N] and one expert expected, found {tuple(x.shape)}, {tuple(out.shape)} and "

@@ -18,7 +18,7 @@ class HummingOptions:
     """
 
     backend: str = field(default="auto", metadata={"choices": ("auto", "kernel", "reference")})
-    online_format: str = field(default="mxfp4", metadata={"choices": ("mxfp4",)})
+    online_format: str = field(default="mxfp4", metadata={"choices": ("mxfp4", "nvfp4")})
 
     @classmethod
     def parse(cls, additional_config: Any) -> "HummingOptions":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE method: vLLM's interface to one layer of routed MXFP4 experts.
+"""The MoE method: vLLM's interface to one layer of routed FP4 experts.
 
 vLLM routes, then calls apply() with the chosen experts; apply() returns this rank's weighted sum over top-k and vLLM
 adds up ranks and shared experts. No modular kernel is involved (`moe_kernel` stays None), which serves tensor and
@@ -13,44 +13,56 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
-from vllm_humming import __version__, compat, hardware, ops
+import vllm_humming.ops  # noqa: F401  (defines the ops)
+from vllm_humming import __version__, compat, hardware
 from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
-from vllm_humming.moe.packing import CHUNK_K, GROUP_K, PackedProjection
+from vllm_humming.moe.packing import CHUNK_K, PackedProjection
+from vllm_humming.moe.weight_formats import MXFP4, WeightFormat
 from vllm_humming.options import HummingOptions
 from vllm_humming.quant_methods import dummy
-from vllm_humming.quant_methods.formats import ExpertScheme, TensorKind
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
+from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
 
 logger = compat.logger(__name__)
 
-WEIGHT_FORMATS = {name: code for code, name in ops.WEIGHT_FORMATS.items()}
-_PLACEHOLDER_DTYPES = {"codes": torch.uint8, "scales": torch.uint8}
+# What the compiled kernels decode; the reference runs every format.
+KERNEL_FORMATS: tuple[WeightFormat, ...] = (MXFP4,)
+
+_PLACEHOLDER_DTYPES = {
+    "codes": torch.uint8,
+    "scales": torch.uint8,
+    "global": torch.float32,
+    "unused": torch.float32,
+}
+# vLLM's loaders of fused checkpoints treat a scale like its weight where it says "block".
+_PLACEHOLDER_LAYOUTS = {"scales": "block", "global": "tensor", "unused": "tensor"}
 
 
 class _Tally:
     """Counts the layers of the model being loaded, so that one line after loading can tell how many run here."""
 
     names: ClassVar[set[str]] = set()
+    labels: ClassVar[set[str]] = set()
     ready = 0
 
     @classmethod
-    def add(cls, name: str) -> None:
+    def add(cls, name: str, label: str) -> None:
         # Another model: the last one is complete, or loading it failed and this process tries again.
         if name in cls.names or cls.ready == len(cls.names):
-            cls.names, cls.ready = set(), 0
+            cls.names, cls.labels, cls.ready = set(), set(), 0
         cls.names.add(name)
+        cls.labels.add(label)
 
 
-class HummingMxfp4MoEMethod(FusedMoEMethodBase):
-    """Runs one MoE layer's MXFP4 experts on 16-bit activations.
+class HummingMoEMethod(FusedMoEMethodBase):
+    """Runs one MoE layer's FP4 experts on 16-bit activations.
 
     moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts, EPLB,
-    all-to-all backends other than all-gather/reduce-scatter), ValueError for an activation, dtype or size that the
-    kernels do not have, RuntimeError when the machine or the installation cannot run options.backend.
+    all-to-all backends other than all-gather/reduce-scatter, a weight format that the kernels lack), ValueError for an
+    activation, dtype or size that the kernels do not have, RuntimeError when the machine or the installation cannot run
+    options.backend.
     """
-
-    weight_dtype = "mxfp4"
 
     def __init__(self, moe: Any, scheme: ExpertScheme, options: HummingOptions, layer_name: str) -> None:
         super().__init__(moe)
@@ -58,8 +70,14 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         self.layer_name = layer_name
         self._refuse_unsupported()
         self.backend = hardware.resolve_backend(options)
-        self.weight_format = WEIGHT_FORMATS[scheme.weight_format]
-        _Tally.add(layer_name)
+        self.weight_format = scheme.weight_format
+        if self.backend == "kernel" and self.weight_format not in KERNEL_FORMATS:
+            raise NotImplementedError(
+                f"{layer_name}: the vllm-humming kernels do not run {self.weight_format.label} experts yet; leave out "
+                "--quantization humming to use vLLM's own method"
+            )
+        self.weight_dtype = self.weight_format.name  # vLLM's gpt-oss loader asks for it
+        _Tally.add(layer_name, self.weight_format.label)
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -72,8 +90,8 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
         # A rank's share is a whole number of scale groups, as vLLM's gpt-oss loader slices it (2880 / 4 -> 736).
-        groups = -(-self.moe.intermediate_size // GROUP_K)
-        return hidden_size, -(-groups // self.moe.tp_size) * GROUP_K
+        groups = -(-self.moe.intermediate_size // self.weight_format.group_k)
+        return hidden_size, -(-groups // self.moe.tp_size) * self.weight_format.group_k
 
     def create_weights(
         self,
@@ -86,16 +104,19 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
     ) -> None:
         """Allocates the packed parameters and registers the checkpoint's names as empty placeholders.
 
-        num_experts is the local count E. Parameters: w13_packed, w2_packed uint8 [E, rows/64, K/128, 4352], *_row_scale
-        and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout.
+        num_experts is the local count E. Parameters: w13_packed, w2_packed uint8 [E, rows/64, K/128, chunk bytes],
+        *_row_scale and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout.
         """
         dtype = self.moe.in_dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{self.layer_name}: activations must be bfloat16 or float16, found {dtype}; set --dtype")
         sizes = {"hidden_size": hidden_size, "intermediate_size": self.moe.intermediate_size}
+        fmt, group = self.weight_format, self.weight_format.group_k
         for name, size in sizes.items():
-            if size % GROUP_K:
-                raise ValueError(f"{self.layer_name}: MXFP4 needs {name} to be a multiple of {GROUP_K}, found {size}")
+            if size % group:
+                raise ValueError(
+                    f"{self.layer_name}: {fmt.label} needs {name} to be a multiple of {group}, found {size}"
+                )
         self.activation = activation_spec(layer, self.moe, self.layer_name)
         gated = self.activation.code.gated
         shape = ExpertShape(
@@ -108,14 +129,16 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
             interleaved=self.activation.interleaved,
             has_bias=self.moe.has_bias,
         )
-        bias, device = shape.has_bias, torch.empty(0).device
         rows = shape.shard * (2 if gated else 1)
+        make: dict[str, Any] = {
+            "has_bias": shape.has_bias,
+            "device": torch.empty(0).device,
+            "weight_format": self.weight_format,
+        }
         packed: dict[Projection, PackedProjection] = {
             # Both paddings of I are those of w2's K, so that padded channels meet zero codes on either side.
-            "w13": packing.allocate(
-                num_experts, rows, hidden_size, gated=gated, has_bias=bias, device=device, pad_rows_to=CHUNK_K
-            ),
-            "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, has_bias=bias, device=device),
+            "w13": packing.allocate(num_experts, rows, hidden_size, gated=gated, pad_rows_to=CHUNK_K, **make),
+            "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, **make),
         }
         for projection, tensors in packed.items():
             for name, tensor in zip(("packed", "row_scale", "packed_bias"), tensors, strict=True):
@@ -216,7 +239,7 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
             getattr(layer, "w2_packed_bias", None),
             workspace,
             out,
-            self.weight_format,
+            self.weight_format.code,
             int(spec.code),
             spec.alpha,
             spec.beta,
@@ -260,6 +283,8 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         name = f"{projection}_{suffix}"
         dtype = _PLACEHOLDER_DTYPES.get(kind, self._dtype)
         placeholder = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        if kind in _PLACEHOLDER_LAYOUTS:
+            placeholder.quant_method = _PLACEHOLDER_LAYOUTS[kind]  # type: ignore[attr-defined]
         placeholder.weight_loader = self._weight_loader(layer, projection, kind)  # type: ignore[attr-defined]
         layer.register_parameter(name, placeholder)
         self._placeholders.append(name)
@@ -280,6 +305,8 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
                     f"{self.layer_name}: {weight_name} came after the weights were packed; packed experts cannot be "
                     "reloaded in place, start the engine anew"
                 )
+            if kind == "global" and loaded_weight.numel() > 1 and shard_id is not None:
+                return self._load_every_global(layer, projection, loaded_weight, shard_id, return_success)
             if expert_id is not None:
                 expert_id = compat.local_expert(layer, expert_id)
                 if expert_id < 0:  # another rank's
@@ -290,15 +317,39 @@ class HummingMxfp4MoEMethod(FusedMoEMethodBase):
         load.supports_moe_loading = True  # type: ignore[attr-defined]
         return load
 
+    def _load_every_global(
+        self, layer: nn.Module, projection: Projection, stacked: Tensor, shard: str, return_success: bool
+    ) -> bool | None:
+        """The global scales [experts] or, for gate and up, [experts, 2], which vLLM hands over as if one expert's.
+
+        Checkpoints that fuse all experts into one tensor come so. Raises ValueError for another shape.
+        """
+        assert self._loader is not None
+        experts = int(layer.global_num_experts)  # type: ignore[arg-type]
+        columns = stacked.numel() // experts
+        if stacked.shape[0] != experts or stacked.numel() not in (experts, 2 * experts if projection == "w13" else 0):
+            wanted = f"({experts},) or ({experts}, 2)" if projection == "w13" else f"({experts},)"
+            raise ValueError(
+                f"{self.layer_name}: {shard} global scales of all experts must have shape {wanted}, "
+                f"found {tuple(stacked.shape)}"
+            )
+        values = stacked.reshape(experts, columns)[:, columns - 1 if shard == "w3" else 0]
+        for expert, value in enumerate(values):
+            local = compat.local_expert(layer, expert)
+            if local >= 0:
+                self._loader.load(projection, "global", value, shard, local)
+        return True if return_success else None
+
     def _report(self) -> None:
         _Tally.ready += 1
-        logger.debug("%s: MXFP4 experts, %s path", self.layer_name, self.backend)
+        logger.debug("%s: %s experts, %s path", self.layer_name, self.weight_format.label, self.backend)
         if _Tally.ready == len(_Tally.names):
             logger.info(
-                "vllm-humming %s: %d MoE layer%s run through vllm_humming (MXFP4 experts, %s path)",
+                "vllm-humming %s: %d MoE layer%s run through vllm_humming (%s experts, %s path)",
                 __version__,
                 _Tally.ready,
                 "" if _Tally.ready == 1 else "s",
+                " and ".join(sorted(_Tally.labels)),
                 self.backend,
             )
 

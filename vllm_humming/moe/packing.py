@@ -1,40 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs MXFP4 projections into the kernels' layout and back.
+"""Packs FP4 projections into the kernels' layout and back.
 
 The layout (chunks of 64 rows x 128 K, gated row order, code words, group scales, row scales) is defined in
 docs/kernel-notes.md, section 2. Everything here is vectorised torch and runs on whatever device the tensors are on.
 """
 
-import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.scales import ZERO_GROUP_BYTE, Window, e8m0_bytes, window_of, window_scales
-
-BLOCK_ROWS = 64
-CHUNK_K = 128
-GROUP_K = 32
-CODE_BYTES = BLOCK_ROWS * CHUNK_K // 2
-SCALE_BYTES = BLOCK_ROWS * CHUNK_K // GROUP_K
-CHUNK_BYTES = CODE_BYTES + SCALE_BYTES
-
-# Magnitudes of the sixteen e2m1 codes, index = code (OCP MX v1.0, table 5); bit 3 is the sign.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from vllm_humming.moe.scales import Window, check_global_scale, window_of
+from vllm_humming.moe.weight_formats import (
+    BLOCK_ROWS,
+    CHUNK_K,
+    CODE_BYTES,
+    E2M1_VALUES,
+    MXFP4,
+    WeightFormat,
+    factor_table,
+    format_of_chunk,
+)
 
 
 class PackedProjection(NamedTuple):
     """One projection of every local expert in the kernels' layout.
 
-    packed: uint8 [E, rows / 64, K / 128, 4352]. row_scale: fp32 [E, rows]. bias: fp32 [E, rows] or None.
-    rows and K are the padded sizes; row_scale and bias are in packed row order.
+    packed: uint8 [E, rows / 64, K / 128, chunk bytes], 4352 for MXFP4 and 4608 for NVFP4. row_scale: fp32 [E, rows].
+    bias: fp32 [E, rows] or None. rows and K are the padded sizes; row_scale and bias are in packed row order.
     """
 
     packed: Tensor
     row_scale: Tensor
     bias: Tensor | None
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        return format_of_chunk(self.packed.shape[3])
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -73,6 +76,7 @@ def allocate(
     has_bias: bool,
     device: torch.device | str,
     pad_rows_to: int | None = None,
+    weight_format: WeightFormat = MXFP4,
 ) -> PackedProjection:
     """A projection of zero weights for [E, out_features, in_features]: zero codes, legal scales, row scale 1, bias 0.
 
@@ -80,11 +84,11 @@ def allocate(
     """
     rows = padded_rows(out_features, gated, pad_rows_to)
     packed = torch.zeros(
-        (num_experts, rows // BLOCK_ROWS, padded_k(in_features) // CHUNK_K, CHUNK_BYTES),
+        (num_experts, rows // BLOCK_ROWS, padded_k(in_features) // CHUNK_K, weight_format.chunk_bytes),
         dtype=torch.uint8,
         device=device,
     )
-    packed[..., CODE_BYTES:] = ZERO_GROUP_BYTE
+    packed[..., CODE_BYTES:] = weight_format.zero_group
     row_scale = torch.ones((num_experts, rows), dtype=torch.float32, device=device)
     bias = torch.zeros((num_experts, rows), dtype=torch.float32, device=device) if has_bias else None
     return PackedProjection(packed, row_scale, bias)
@@ -97,38 +101,44 @@ def pack_expert(
     scales: Tensor,
     bias: Tensor | None,
     *,
+    global_scale: Tensor | None = None,
     gated: bool,
     gate_up: Literal["packed", "interleaved"] = "packed",
     dtype: torch.dtype,
     layer: str,
     tensor: str = "weight",
 ) -> None:
-    """Packs one expert's MXFP4 projection into dst, in place, padding included.
+    """Packs one expert's projection into dst, in place, padding included. dst's chunks say the weight format.
 
-    codes: uint8 or int8 [N, K/2], even k in the low nibble. scales: [N, K/32], uint8 (e8m0), float8_e8m0fnu or float32
-    holding exact powers of two. bias: [N] or None, as dst has it. N and K may be smaller than dst's padded sizes.
+    codes: uint8 or int8 [N, K/2], even k in the low nibble. scales: [N, K/group], in one of the format's scale_dtypes.
+    bias: [N] or None, as dst has it. global_scale: fp32, one value or [N] in the rows' order, for formats that have
+    one. N and K may be smaller than dst's padded sizes.
     gate_up: row order of a gated checkpoint tensor, "packed" [gate; up] or "interleaved" (gate0, up0, gate1, ...).
     dtype: the activations' dtype, bfloat16 or float16. layer and tensor name the source in errors.
-    Raises ValueError, and leaves dst as it was, for a wrong shape or dtype, an e8m0 NaN (255), a float scale that is no
-    power of two, and a row whose scales do not fit the dtype's exact window.
+    Raises ValueError, and leaves dst as it was, for a wrong shape or dtype, scales that are NaN, negative or no value
+    of the format, a global scale that is not positive and finite, and scales that the dtype does not hold exactly.
     """
     where = f"{layer}: expert {expert}: {tensor}"
-    window = window_of(dtype)
+    fmt, window = dst.weight_format, window_of(dtype)
     blocks, chunks = dst.packed.shape[1:3]
     rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K
-    codes, scales = _checked_inputs(where, codes, scales, bias, dst, rows, k, gated)
+    codes, raw, factor = _checked_inputs(where, codes, scales, bias, global_scale, dst, k, gated)
 
-    live = (codes.view(codes.shape[0], -1, GROUP_K // 2) & 0x77).ne(0).any(-1)  # groups with a non-zero code
-    group_bytes, exponent = window_scales(where, scales, live, window)
+    groups = codes.view(codes.shape[0], -1, fmt.group_k // 2)
+    nonzero = fmt.nonzero(raw)
+    if nonzero is not None:  # the packed scale of a zero is that of another number
+        groups = groups * nonzero[..., None]
+        codes = groups.view_as(codes)
+    live = (groups & 0x77).ne(0).any(-1)  # groups with a non-zero code
+    group_bytes, row_scale = fmt.pack_scales(where, raw, live, factor, window)
 
     def spread(t: Tensor, columns: int, fill: float) -> Tensor:
         return _to_packed_rows(t, rows, columns, gated=gated, interleaved=gate_up == "interleaved", fill=fill)
 
     words = _code_words(spread(codes, k // 2, 0), window)
     # [block, w, half, g, chunk, group] -> [block, chunk, w, g, half, group]
-    group_bytes = spread(group_bytes, k // GROUP_K, ZERO_GROUP_BYTE).view(blocks, 4, 2, 8, chunks, 4)
-    group_bytes = group_bytes.permute(0, 4, 1, 3, 2, 5).reshape(blocks, chunks, SCALE_BYTES)
-    row_scale = _power_table(codes.device, torch.float32, 128).index_select(0, exponent + 128)
+    group_bytes = spread(group_bytes, k // fmt.group_k, fmt.zero_group).view(blocks, 4, 2, 8, chunks, fmt.chunk_groups)
+    group_bytes = group_bytes.permute(0, 4, 1, 3, 2, 5).reshape(blocks, chunks, fmt.scale_bytes)
 
     target = dst.packed[expert]
     target.view(torch.int32)[..., : CODE_BYTES // 4].copy_(words)
@@ -173,7 +183,7 @@ def unpack_unscaled(
 
     Rows in checkpoint order as in unpack_expert. The unscaled weights are exact in dtype and in out_dtype.
     """
-    window = window_of(dtype)
+    fmt, window = p.weight_format, window_of(dtype)
     source = p.packed[expert]
     blocks, chunks = source.shape[:2]
     rows, device = blocks * BLOCK_ROWS, source.device
@@ -183,12 +193,12 @@ def unpack_unscaled(
     values |= (words >> sign).bitwise_and_(1) << 3
     # [block, chunk, half_k, w, g, q, step, k_high, half, lane]
     # -> [block, w, half, g, chunk, half_k, step, k_high, q, lane]
-    values = values.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(rows * chunks * 4, GROUP_K)
-    weight = _value_table(device, out_dtype).index_select(0, values.view(-1)).view(-1, GROUP_K)
+    values = values.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(-1, fmt.group_k)
+    weight = _value_table(device, out_dtype).index_select(0, values.view(-1)).view_as(values)
     # [block, chunk, w, g, half, group] -> [block, w, half, g, chunk, group]
-    factors = source[..., CODE_BYTES:].reshape(blocks, chunks, 4, 8, 2, 4).permute(0, 2, 4, 3, 1, 5).reshape(-1)
-    powers = _power_table(device, out_dtype, window.offset)
-    weight.mul_(powers.index_select(0, factors.to(torch.int32))[:, None])
+    packed_scales = source[..., CODE_BYTES:].reshape(blocks, chunks, 4, 8, 2, fmt.chunk_groups)
+    packed_scales = packed_scales.permute(0, 2, 4, 3, 1, 5).reshape(-1).to(torch.int32)
+    weight.mul_(factor_table(device, out_dtype, fmt, window).index_select(0, packed_scales)[:, None])
     weight = weight.view(rows, chunks * CHUNK_K)
 
     def restore(t: Tensor) -> Tensor:
@@ -203,30 +213,45 @@ def _checked_inputs(
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None,
+    global_scale: Tensor | None,
     dst: PackedProjection,
-    rows: int,
     k: int,
     gated: bool,
-) -> tuple[Tensor, Tensor]:
-    """Codes as contiguous uint8 and scales as contiguous uint8 e8m0, both checked against each other and dst."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes as contiguous uint8, raw scale bytes and the global scale [N], all checked against each other and dst."""
+    fmt, group, rows = dst.weight_format, dst.weight_format.group_k, dst.row_scale.shape[1]
     if codes.dtype not in (torch.uint8, torch.int8):
         raise ValueError(f"{where} codes must be uint8 or int8, found {codes.dtype}")
-    if codes.dim() != 2 or codes.shape[1] % (GROUP_K // 2):
-        raise ValueError(f"{where} codes must be [N, K/2] with K a multiple of {GROUP_K}, found {tuple(codes.shape)}")
+    if codes.dim() != 2 or codes.shape[1] % (group // 2):
+        raise ValueError(f"{where} codes must be [N, K/2] with K a multiple of {group}, found {tuple(codes.shape)}")
     n, in_features = codes.shape[0], codes.shape[1] * 2
     if padded_k(in_features) != k or n > rows or (gated and n % 2):
         even = "an even number of" if gated else "any"
         raise ValueError(
-            f"{where} codes must have {even} rows up to {rows} and K in {k - CHUNK_K + GROUP_K}..{k}, "
+            f"{where} codes must have {even} rows up to {rows} and K in {k - CHUNK_K + group}..{k}, "
             f"found N = {n}, K = {in_features}"
         )
-    if tuple(scales.shape) != (n, in_features // GROUP_K):
-        raise ValueError(f"{where} scales must be {(n, in_features // GROUP_K)}, found {tuple(scales.shape)}")
+    if tuple(scales.shape) != (n, in_features // group):
+        raise ValueError(f"{where} scales must be {(n, in_features // group)}, found {tuple(scales.shape)}")
     if (bias is None) != (dst.bias is None):
         raise ValueError(f"{where} bias is {'missing' if bias is None else 'not expected by this layer'}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{where} bias must be {(n,)}, found {tuple(bias.shape)}")
-    return codes.detach().contiguous().view(torch.uint8), e8m0_bytes(where, scales.detach().contiguous())
+    if (global_scale is not None) != fmt.has_global:
+        raise ValueError(f"{where} global scale is {'missing' if fmt.has_global else f'nothing that {fmt.label} has'}")
+    if global_scale is not None:
+        if global_scale.dtype != torch.float32 or (global_scale.numel() != 1 and tuple(global_scale.shape) != (n,)):
+            raise ValueError(
+                f"{where} global scale must be one float32 or {(n,)}, "
+                f"found {global_scale.dtype} {tuple(global_scale.shape)}"
+            )
+        check_global_scale(where, global_scale)
+        global_scale = global_scale.detach().reshape(-1).expand(n)
+    return (
+        codes.detach().contiguous().view(torch.uint8),
+        fmt.raw_scales(where, scales.detach().contiguous()),
+        global_scale,
+    )
 
 
 def _to_packed_rows(t: Tensor, rows: int, columns: int, *, gated: bool, interleaved: bool, fill: float) -> Tensor:
@@ -290,9 +315,3 @@ def _lane_shifts(device: torch.device, window: Window) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=32)
 def _value_table(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(E2M1_VALUES, dtype=dtype, device=device)
-
-
-@lru_cache(maxsize=64)
-def _power_table(device: torch.device, dtype: torch.dtype, offset: int) -> Tensor:
-    """2^(i - offset) for i in 0..255, exact (0 where it underflows; such bytes are never written)."""
-    return torch.tensor([math.ldexp(1.0, i - offset) for i in range(256)], dtype=torch.float64).to(device, dtype)

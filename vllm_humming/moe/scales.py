@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group scales of the packed layout: e8m0 bytes, row scales and the exact exponent window of each activation dtype.
+"""Group scales of the packed layout: e8m0 and e4m3 bytes, row scales, the exact window of each activation dtype.
 
 docs/kernel-notes.md, section 2, "Group scales".
 """
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# A scale byte that is legal in both activation dtypes, for groups whose codes are all zero.
-ZERO_GROUP_BYTE = 29
-
 
 class Window(NamedTuple):
-    """How an activation dtype holds codes and scales: scale 2^s in a row scaled by 2^b is the byte s - b + offset."""
+    """How an activation dtype holds codes and e8m0 scales: 2^s in a row scaled by 2^b is the byte s - b + offset."""
 
     name: str
     magnitude_bits: tuple[int, int, int, int]  # lowest magnitude bit of fragments 0..3 in a 16-bit lane
     sign_bits: tuple[int, int, int, int]  # sign bit of fragments 0..3 in a 16-bit lane
     offset: int
     lowest: int  # smallest s - b for which 0.5 * 2^(s - b) is still exact
+    infinite_exponent: int  # the exponent field of infinity and NaN
 
 
 HIGHEST = 1  # largest s - b kept
 WINDOWS = {
-    torch.bfloat16: Window("bfloat16", (6, 3, 0, 9), (15, 12, 14, 13), 126 + 127, -132),
-    torch.float16: Window("float16", (9, 6, 3, 0), (15, 12, 14, 13), 14 + 15, -23),
+    torch.bfloat16: Window("bfloat16", (6, 3, 0, 9), (15, 12, 14, 13), 126 + 127, -132, 255),
+    torch.float16: Window("float16", (9, 6, 3, 0), (15, 12, 14, 13), 14 + 15, -23, 31),
 }
+
+# A packed e4m3 scale: 1.mmm * 2^x is (x + 20) << 3 | mmm, and decodes to 1.mmm * 2^(x - 9) in both activation dtypes.
+_E4M3_EXPONENT = 20
+_GLOBAL_SHIFT = 9
+PACKED_E4M3_ONE = _E4M3_EXPONENT << 3
+PACKED_E4M3_FINITE = 31 << 3  # from here on the factor is infinity or NaN
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def window_of(dtype: torch.dtype) -> Window:
@@ -72,21 +79,19 @@ def refuse_nan(where: str, scales: Tensor) -> None:
         )
 
 
-def window_scales(where: str, scales: Tensor, live: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """e8m0 scales uint8 [N, groups] -> (packed scale bytes uint8 [N, groups], row exponents b int32 [N]).
+def window_scales(where: str, scales: Tensor, live: Tensor, window: Window, zero_group: int) -> tuple[Tensor, Tensor]:
+    """e8m0 scales uint8 [N, groups], no NaN -> (packed bytes uint8 [N, groups], row exponents b int32 [N]).
 
-    live: bool [N, groups], whether a group holds a non-zero code. Raises ValueError, its message started by where,
-    for an e8m0 NaN (255) in any group and for a row whose live groups span more than the window.
+    live: bool [N, groups], whether a group holds a non-zero code; the others get the byte zero_group. Raises
+    ValueError, its message started by where, for a row whose live groups span more than the window.
     """
     s = scales.to(torch.int32) - 127
     s_max = torch.where(live, s, -1000).amax(1)
     s_min = torch.where(live, s, 1000).amin(1)
     shift = live.any(1) & ((s_max > HIGHEST) | (s_min < window.lowest))
     b = torch.where(shift, s_max - HIGHEST, 0)
-    nan = scales == 255
     outside = s_min - b < window.lowest
-    if bool(nan.any() | outside.any()):
-        refuse_nan(where, scales)
+    if bool(outside.any()):
         row = int(outside.nonzero()[0, 0])
         low, high = int(s_min[row]), int(s_max[row])
         fix = "serve it with --dtype bfloat16" if window.name == "float16" else "no activation dtype holds it"
@@ -94,4 +99,97 @@ def window_scales(where: str, scales: Tensor, live: Tensor, window: Window) -> t
             f"{where} row {row}: scale exponents {low}..{high} span {high - low}, more than the "
             f"{HIGHEST - window.lowest} that {window.name} decodes exactly; {fix}"
         )
-    return torch.where(live, s - b[:, None] + window.offset, ZERO_GROUP_BYTE).to(torch.uint8), b
+    return torch.where(live, s - b[:, None] + window.offset, zero_group).to(torch.uint8), b
+
+
+def e4m3_bytes(where: str, scales: Tensor) -> Tensor:
+    """Contiguous [N, groups] scales as raw e4m3 (FN) bytes, from uint8, float8_e4m3fn or float32 holding e4m3 values.
+
+    where starts the message of the ValueError that anything else raises.
+    """
+    if scales.dtype == torch.uint8:
+        return scales
+    if scales.dtype == torch.float8_e4m3fn:
+        return scales.view(torch.uint8)
+    if scales.dtype != torch.float32:
+        raise ValueError(f"{where} scales must be uint8, float8_e4m3fn or float32, found {scales.dtype}")
+    rounded = scales.to(torch.float8_e4m3fn)
+    illegal = rounded.float() != scales  # NaN and infinity, too
+    if bool(illegal.any()):
+        row, group = illegal.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where} scales must be exact e4m3 values (0, 2^-9..448), "
+            f"found {scales[row, group].item()} in row {row}, group {group}"
+        )
+    return rounded.view(torch.uint8)
+
+
+def refuse_negative_or_nan(where: str, scales: Tensor) -> None:
+    """Raises ValueError, its message started by where, for e4m3 bytes [N, groups] below zero or NaN. -0.0 is zero."""
+    bad = (scales & 0x7F).eq(0x7F) | scales.gt(0x80)
+    if bool(bad.any()):
+        row, group = bad.nonzero()[0].tolist()
+        value = scales[row, group].view(1).view(torch.float8_e4m3fn).float().item()
+        raise ValueError(
+            f"{where} scale of row {row}, group {group} is {value} (byte {int(scales[row, group]):#04x}), expected an "
+            "e4m3 number from 0 to 448; the checkpoint is damaged or was not loaded completely"
+        )
+
+
+def global_row_scale(where: str, global_scale: Tensor) -> Tensor:
+    """Global scales fp32 [N] -> row scales fp32 [N], exactly 2^9 times as large: packed e4m3 scales are 2^9 too small.
+
+    Raises ValueError, its message started by where, for one that is not positive and finite or leaves fp32's normal
+    range.
+    """
+    check_global_scale(where, global_scale)
+    row_scale = global_scale * float(1 << _GLOBAL_SHIFT)
+    outside = ~(row_scale.isfinite() & row_scale.ge(_TINY))
+    if bool(outside.any()):
+        found = global_scale[outside][0].item()
+        raise ValueError(
+            f"{where} global scale must be in 2^-135..2^119, where its product with 2^{_GLOBAL_SHIFT} is a normal fp32 "
+            f"number, found {found}"
+        )
+    return row_scale
+
+
+def check_global_scale(where: str, global_scale: Tensor) -> None:
+    """Raises ValueError, its message started by where, unless all of the fp32 values are positive and finite."""
+    bad = ~(global_scale.isfinite() & global_scale.gt(0))
+    if bool(bad.any()):
+        raise ValueError(f"{where} global scale must be positive and finite, found {global_scale[bad][0].item()}")
+
+
+def powers(offset: int) -> list[float]:
+    """2^(i - offset) for i in 0..255 (0 where even float64 underflows)."""
+    return [math.ldexp(1.0, i - offset) for i in range(256)]
+
+
+@lru_cache(maxsize=64)
+def power_table(device: torch.device, dtype: torch.dtype, offset: int) -> Tensor:
+    """powers(offset) as a tensor, exact (0 where dtype underflows)."""
+    return torch.tensor(powers(offset), dtype=torch.float64).to(device, dtype)
+
+
+def packed_e4m3_values() -> list[float]:
+    """What the kernels make of each packed e4m3 scale: 1.mmm * 2^(E - 29)."""
+    return [math.ldexp(8 + (p & 7), (p >> 3) - _E4M3_EXPONENT - _GLOBAL_SHIFT - 3) for p in range(256)]
+
+
+@lru_cache(maxsize=32)
+def packed_e4m3_table(device: torch.device) -> Tensor:
+    """uint8 [256]: raw e4m3 byte -> packed scale, subnormals normalised.
+
+    Zero (which is no 1.mmm), NaN and negative bytes give PACKED_E4M3_ONE; they never scale a weight.
+    """
+    table = []
+    for byte in range(256):
+        exponent, mantissa = byte >> 3 & 15, byte & 7
+        value = math.ldexp(mantissa + (8 if exponent else 0), max(exponent, 1) - 10)
+        if byte >= 0x7F or value == 0:
+            table.append(PACKED_E4M3_ONE)
+            continue
+        fraction, power = math.frexp(value)  # value = fraction * 2^power, 0.5 <= fraction < 1
+        table.append((power - 1 + _E4M3_EXPONENT) << 3 | int(fraction * 16) - 8)
+    return torch.tensor(table, dtype=torch.uint8, device=device)

@@ -15,8 +15,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_humming import compat, hardware
 from vllm_humming.options import HummingOptions
 from vllm_humming.plugin import announce
-from vllm_humming.quant_methods import formats
-from vllm_humming.quant_methods.formats import CheckpointFormat, ExpertScheme
+from vllm_humming.quant_methods import formats, schemes
+from vllm_humming.quant_methods.formats import CheckpointFormat
+from vllm_humming.quant_methods.schemes import ExpertScheme
 
 logger = compat.logger(__name__)
 
@@ -60,7 +61,10 @@ class HummingConfig(_Served, QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        return "humming" if user_quant == "humming" else None
+        if user_quant != "humming":
+            return None
+        formats.complete_mixed_precision(hf_config)
+        return "humming"
 
     @classmethod
     def get_name(cls) -> str:
@@ -79,7 +83,7 @@ class HummingConfig(_Served, QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if compat.is_routed_experts(layer):
-            return _moe_method(layer, formats.ONLINE[HummingOptions.current().online_format], prefix)
+            return _moe_method(layer, schemes.ONLINE[HummingOptions.current().online_format], prefix)
         return compat.unquantized_linear_method() if compat.is_linear(layer) else None
 
 
@@ -94,7 +98,7 @@ class ShadowMixin(_Served):
             scheme = self.checkpoint_format.expert_scheme(self, layer, prefix)
             if scheme is not None:
                 return _moe_method(layer, scheme, prefix)
-            logger.info("%s: this checkpoint leaves these experts unquantised; vLLM's own method runs them", prefix)
+            logger.info("%s: this checkpoint stores these experts not as FP4; vLLM's own method runs them", prefix)
         try:
             method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
         except ValueError as error:
@@ -126,6 +130,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _moe_method(layer: torch.nn.Module, scheme: ExpertScheme, prefix: str) -> QuantizeMethodBase:
-    from vllm_humming.moe.method import HummingMxfp4MoEMethod
+    from vllm_humming.moe.method import HummingMoEMethod
 
-    return HummingMxfp4MoEMethod(layer.moe_config, scheme, HummingOptions.current(), prefix)
+    return HummingMoEMethod(layer.moe_config, scheme, HummingOptions.current(), prefix)

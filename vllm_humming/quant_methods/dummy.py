@@ -11,18 +11,19 @@ Two cases, both known only after loading:
   is told apart and refused.
 """
 
+import math
+
 import torch
 
-from vllm_humming.moe.packing import CODE_BYTES, GROUP_K, PackedProjection, pack_expert
+from vllm_humming.moe.packing import CODE_BYTES, PackedProjection, pack_expert
+from vllm_humming.moe.scales import window_of
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertShape, Projection
 
 _TEMPLATES = 4  # experts made afresh; the others are copies, so that large models start quickly
 _SEED = 20240229
-# Scales 2^-9..2^-6 keep the activations of a layer near the size of its input.
-_SCALES = (118, 122)
-
-# dtype -> (largest scale byte that decodes to a finite factor, what stands in for larger ones: 2^-7)
-_SCALE_BYTES = {torch.bfloat16: (254, 246), torch.float16: (30, 22)}
+# Weights of this size, times up to 8, keep the activations of a layer near the size of its input.
+_STEP = 2.0**-9
+_SPREAD = 4  # raw scale bytes, from that of _STEP up
 
 
 def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, dtype: torch.dtype) -> None:
@@ -31,6 +32,10 @@ def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, d
         destination = packed[projection]
         device = destination.packed.device
         gated = projection == "w13" and shape.gated
+        fmt = destination.weight_format
+        # Formats with a global scale have group scales from 1 up.
+        lowest = fmt.one if fmt.has_global else fmt.one + round(math.log2(_STEP))
+        global_scale = torch.full((), _STEP, dtype=torch.float32, device=device) if fmt.has_global else None
         k = shape.hidden if projection == "w13" else shape.shard
         rows = shape.shard * (2 if gated else 1) if projection == "w13" else shape.hidden
         generator = torch.Generator(device=device)
@@ -43,10 +48,20 @@ def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, d
                         tensor[expert].copy_(tensor[expert % templates])
                 continue
             codes = torch.empty((rows, k // 2), dtype=torch.uint8, device=device).random_(0, 256, generator=generator)
-            scales = torch.empty((rows, k // GROUP_K), dtype=torch.uint8, device=device)
-            scales.random_(*_SCALES, generator=generator)
+            scales = torch.empty((rows, k // fmt.group_k), dtype=torch.uint8, device=device)
+            scales.random_(lowest, lowest + _SPREAD, generator=generator)
             bias = torch.zeros(rows, device=device) if shape.has_bias else None
-            pack_expert(destination, expert, codes, scales, bias, gated=gated, dtype=dtype, layer="dummy weights")
+            pack_expert(
+                destination,
+                expert,
+                codes,
+                scales,
+                bias,
+                global_scale=global_scale,
+                gated=gated,
+                dtype=dtype,
+                layer="dummy weights",
+            )
 
 
 def was_written(packed: dict[Projection, PackedProjection]) -> bool:
@@ -56,12 +71,14 @@ def was_written(packed: dict[Projection, PackedProjection]) -> bool:
 
 def replace_illegal_scales(packed: dict[Projection, PackedProjection], dtype: torch.dtype) -> int:
     """Replaces the scale bytes that decode to infinity or NaN, in place; returns how many there were."""
-    largest, replacement = _SCALE_BYTES[dtype]
     replaced = 0
     for p in packed.values():
+        finite = p.weight_format.finite_bytes(window_of(dtype))
+        # A small weight: 2^-7 for MXFP4, 2^-9 for NVFP4.
+        replacement = p.weight_format.zero_group if p.weight_format.has_global else finite - 9
         for expert in p.packed:
             scales = expert[..., CODE_BYTES:]
-            illegal = scales > largest
+            illegal = scales >= finite
             replaced += int(illegal.sum())
             scales.masked_fill_(illegal, replacement)
     return replaced

@@ -3,27 +3,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vllm_humming import compat
-
-TensorKind = Literal["codes", "scales", "bias", "dense"]
+from vllm_humming.quant_methods import schemes
+from vllm_humming.quant_methods.schemes import ExpertScheme
 
 logger = compat.logger(__name__)
-
-
-@dataclass(frozen=True)
-class ExpertScheme:
-    """How a checkpoint stores its experts.
-
-    weight_format: the kernels' weight format. tensors: parameter suffix (as vLLM's loaders spell it, so that w13_ and
-    w2_ may be put before it) -> what that tensor holds. "dense" tensors are quantised while loading.
-    """
-
-    weight_format: Literal["mxfp4"]
-    tensors: tuple[tuple[str, TensorKind], ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +21,7 @@ class CheckpointFormat:
     key: identifier, part of the shadow class's name. label: name in messages. base: vLLM's quantisation method whose
     config class handles everything but the experts. matches(quantization_config): whether it describes this format.
     expert_scheme(config, layer, prefix): how the experts of one MoE layer are stored, None when vLLM's own method is to
-    handle them (experts left unquantised); raises ValueError for experts stored in a way the plugin does not know.
+    handle them (experts not stored as FP4); raises ValueError for FP4 experts stored in a way the plugin does not know.
     """
 
     key: str
@@ -59,7 +47,10 @@ def resolve(quantization_config: dict[str, Any]) -> CheckpointFormat:
 def describe(quantization_config: dict[str, Any]) -> str:
     """Names a quantization_config by its method and its format, algorithm or groups."""
     parts = [f"quant_method={quantization_config.get('quant_method')!r}"]
-    parts += [f"{key}={quantization_config[key]!r}" for key in ("format", "quant_algo") if key in quantization_config]
+    if "format" in quantization_config:
+        parts.append(f"format={quantization_config['format']!r}")
+    if algorithm := _modelopt_algorithm(quantization_config):
+        parts.append(f"quant_algo={algorithm!r}")
     groups = quantization_config.get("config_groups")
     if isinstance(groups, dict):
         weights = [_weights_of(group) for group in groups.values()]
@@ -68,58 +59,167 @@ def describe(quantization_config: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
+def _activations_stay_16_bit(scheme: ExpertScheme) -> None:
+    logger.info_once(
+        "%s experts run with 16-bit activations; the checkpoint's activation scheme is not used",
+        scheme.weight_format.label,
+    )
+
+
+# compressed-tensors
+
+# format -> (group size, scheme)
+_CT_FORMATS = {
+    "mxfp4-pack-quantized": (32, schemes.CT_MXFP4),
+    "nvfp4-pack-quantized": (16, schemes.CT_NVFP4),
+}
+
+
 def _weights_of(group: Any) -> dict[str, Any]:
     return (group.get("weights") or {}) if isinstance(group, dict) else {}
 
 
-# compressed-tensors, mxfp4-pack-quantized
-
-_CT_FORMAT = "mxfp4-pack-quantized"
-_CT_SCHEME = ExpertScheme("mxfp4", (("weight_packed", "codes"), ("weight_scale", "scales"), ("bias", "bias")))
+def _ct_scheme(name: Any, weights: dict[str, Any]) -> ExpertScheme | None:
+    group_size, scheme = _CT_FORMATS.get(name, (None, None))
+    fits = weights.get("num_bits") == 4 and weights.get("type") == "float" and weights.get("group_size") == group_size
+    return scheme if fits else None
 
 
 def _ct_matches(config: dict[str, Any]) -> bool:
-    if config.get("quant_method") != "compressed-tensors":
-        return False
     groups = config.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
-    return any(
-        (group.get("format") or config.get("format")) == _CT_FORMAT and _is_mxfp4(_weights_of(group))
-        for group in groups
-        if isinstance(group, dict)
-    )
-
-
-def _is_mxfp4(weights: dict[str, Any]) -> bool:
-    return weights.get("num_bits") == 4 and weights.get("type") == "float" and weights.get("group_size") == 32
+    if config.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
+        return False
+    groups_of_ours = [
+        group
+        for group in groups.values()
+        if isinstance(group, dict) and _ct_scheme(group.get("format") or config.get("format"), _weights_of(group))
+    ]
+    return bool(groups_of_ours)
 
 
 def _ct_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
     # A group that targets "Linear" means the experts' linears too, which vLLM has fused into one layer.
     config._add_fused_moe_to_target_scheme_map()
     names = [f"{prefix}.0.{name}" for name in compat.expert_checkpoint_names(layer)]
-    schemes = [config.get_scheme_dict(layer, name) for name in names]
-    if any(scheme != schemes[0] for scheme in schemes):
-        raise ValueError(f"{prefix}: the projections of one MoE layer must share one scheme, found {schemes}")
-    scheme = schemes[0]
-    if scheme is None:
+    found = [config.get_scheme_dict(layer, name) for name in names]
+    if any(scheme != found[0] for scheme in found):
+        raise ValueError(f"{prefix}: the projections of one MoE layer must share one scheme, found {found}")
+    if found[0] is None:
         return None
-    weights = scheme.get("weights")
-    found = {name: getattr(weights, name, None) for name in ("num_bits", "type", "group_size", "strategy")}
-    found = {name: getattr(value, "value", value) for name, value in found.items()}
-    if scheme.get("format") != _CT_FORMAT or not _is_mxfp4(found):
+    arguments = found[0].get("weights")
+    weights = {name: getattr(arguments, name, None) for name in ("num_bits", "type", "group_size", "strategy")}
+    weights = {name: getattr(value, "value", value) for name, value in weights.items()}
+    scheme = _ct_scheme(found[0].get("format"), weights)
+    if scheme is None:
+        known = ", ".join(f"{name} (4-bit float, group {size})" for name, (size, _) in _CT_FORMATS.items())
         raise ValueError(
-            f"{prefix}: vllm-humming loads compressed-tensors experts of format {_CT_FORMAT} (4-bit float, group 32), "
-            f"found format {scheme.get('format')!r} with {found}"
+            f"{prefix}: vllm-humming loads compressed-tensors experts of format {known}, "
+            f"found format {found[0].get('format')!r} with {weights}"
         )
-    if scheme.get("input_activations") is not None:
-        logger.info_once("MXFP4 experts run with 16-bit activations; the checkpoint's activation scheme is not used")
-    return _CT_SCHEME
+    if found[0].get("input_activations") is not None:
+        _activations_stay_16_bit(scheme)
+    return scheme
+
+
+# ModelOpt: new style (config.json: {"quant_method": "modelopt", "quant_algo": ...}) and old style
+# (hf_quant_config.json: {"producer": ..., "quantization": {"quant_algo": ...}}, whose quant_method vLLM fills in)
+
+_MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+_MODELOPT_GROUP = 16
+
+
+def _modelopt_algorithm(config: dict[str, Any]) -> str:
+    nested = config.get("quantization")
+    algorithm = (nested if isinstance(nested, dict) else config).get("quant_algo")
+    return str(algorithm or "").upper()
+
+
+def _is_modelopt(config: dict[str, Any]) -> bool:
+    return str(config.get("quant_method") or "").lower().startswith("modelopt")
+
+
+def _modelopt_matches(config: dict[str, Any]) -> bool:
+    return _is_modelopt(config) and _modelopt_algorithm(config) in _MODELOPT_NVFP4
+
+
+def _modelopt_mixed_matches(config: dict[str, Any]) -> bool:
+    return _is_modelopt(config) and _modelopt_algorithm(config) == "MIXED_PRECISION"
+
+
+def complete_mixed_precision(hf_config: Any) -> None:
+    """Puts the layers' algorithms of a mixed-precision checkpoint into hf_config's quantization_config.
+
+    Older ones keep them in hf_quant_config.json alone; vLLM reads that for its own method names only.
+    """
+    config = getattr(hf_config, "quantization_config", None)
+    if not isinstance(config, dict) or not _modelopt_mixed_matches(config):
+        return
+    nested = config.get("quantization")
+    target = nested if isinstance(nested, dict) else config
+    if not target.get("quantized_layers"):
+        beside = (compat.model_file(hf_config, "hf_quant_config.json") or {}).get("quantization") or {}
+        target["quantized_layers"] = beside.get("quantized_layers") or {}
+        if target is config:
+            config.setdefault("ignore", beside.get("exclude_modules") or [])
+
+
+def _modelopt_scheme(group_size: Any, algorithm: Any, prefix: str) -> ExpertScheme:
+    if group_size != _MODELOPT_GROUP:
+        raise ValueError(f"{prefix}: NVFP4 has groups of {_MODELOPT_GROUP}, found group_size {group_size}")
+    if algorithm == "NVFP4":
+        _activations_stay_16_bit(schemes.MODELOPT_NVFP4)
+    return schemes.MODELOPT_NVFP4
+
+
+def _modelopt_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if config.is_layer_excluded(prefix):
+        return None
+    return _modelopt_scheme(config.group_size, getattr(config, "quant_method", "NVFP4"), prefix)
+
+
+def _modelopt_mixed_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if config.is_layer_excluded(prefix):
+        return None
+    algorithm = config._resolve_quant_algo(prefix)
+    if algorithm not in _MODELOPT_NVFP4:  # not quantised, or FP8: each layer has its own algorithm here
+        return None
+    return _modelopt_scheme(config.nvfp4_config.group_size, algorithm, prefix)
+
+
+# Quark
+
+_QUARK_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
+
+
+def _quark_weights(group: Any) -> Any:
+    """The weight entry of a Quark layer config; a list of one is that one."""
+    weight = group.get("weight") if isinstance(group, dict) else None
+    return weight[0] if isinstance(weight, list) and len(weight) == 1 else weight
+
+
+def _is_quark_mxfp4(weight: Any) -> bool:
+    return isinstance(weight, dict) and all(weight.get(key) == value for key, value in _QUARK_MXFP4.items())
+
+
+def _quark_matches(config: dict[str, Any]) -> bool:
+    layers = config.get("layer_quant_config")
+    groups = [config.get("global_quant_config"), *(layers.values() if isinstance(layers, dict) else ())]
+    return config.get("quant_method") == "quark" and any(_is_quark_mxfp4(_quark_weights(group)) for group in groups)
+
+
+def _quark_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if compat.quark_excludes(config, prefix):
+        return None
+    group = config._find_matched_config(prefix, layer)
+    weight = _quark_weights(group)
+    if not _is_quark_mxfp4(weight):
+        raise ValueError(f"{prefix}: vllm-humming loads Quark experts whose weight is {_QUARK_MXFP4}, found {weight}")
+    if group.get("input_tensors"):
+        _activations_stay_16_bit(schemes.QUARK_MXFP4)
+    return schemes.QUARK_MXFP4
 
 
 # gpt-oss, mxfp4
-
-_BLOCKS_SCHEME = ExpertScheme("mxfp4", (("weight", "codes"), ("weight_scale", "scales"), ("bias", "bias")))
 
 
 def _gpt_oss_matches(config: dict[str, Any]) -> bool:
@@ -128,19 +228,52 @@ def _gpt_oss_matches(config: dict[str, Any]) -> bool:
 
 
 def _gpt_oss_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme:
-    return _BLOCKS_SCHEME
+    return schemes.PLAIN_MXFP4
+
+
+# DeepSeek-V4: block-FP8 linears, which stay vLLM's, with FP4 experts
+
+
+def _deepseek_matches(config: dict[str, Any]) -> bool:
+    # vLLM renames "fp8" to "deepseek_v4_fp8" once it has seen that the model is DeepSeek-V4.
+    return config.get("quant_method") == "deepseek_v4_fp8"
+
+
+def _deepseek_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if compat.fp8_excludes(config, prefix):
+        return None
+    found = {"expert_dtype": config.expert_dtype, "moe_quant_algo": getattr(config, "moe_quant_algo", "")}
+    if found != {"expert_dtype": "fp4", "moe_quant_algo": ""}:
+        raise ValueError(
+            f"{prefix}: vllm-humming loads DeepSeek-V4 experts of expert_dtype 'fp4' (MXFP4), found {found}; leave out "
+            "--quantization humming to use vLLM's own method"
+        )
+    return schemes.PLAIN_MXFP4
 
 
 FORMATS = (
     CheckpointFormat(
-        "compressed_tensors_mxfp4",
-        f"compressed-tensors {_CT_FORMAT}",
+        "compressed_tensors",
+        f"compressed-tensors {' and '.join(_CT_FORMATS)}",
         "compressed-tensors",
         _ct_matches,
         _ct_expert_scheme,
     ),
+    CheckpointFormat("modelopt_fp4", "ModelOpt NVFP4", "modelopt_fp4", _modelopt_matches, _modelopt_expert_scheme),
+    CheckpointFormat(
+        "modelopt_mixed",
+        "ModelOpt mixed precision",
+        "modelopt_mixed",
+        _modelopt_mixed_matches,
+        _modelopt_mixed_expert_scheme,
+    ),
+    CheckpointFormat("quark", "Quark MXFP4", "quark", _quark_matches, _quark_expert_scheme),
     CheckpointFormat("gpt_oss_mxfp4", "gpt-oss mxfp4", "gpt_oss_mxfp4", _gpt_oss_matches, _gpt_oss_expert_scheme),
+    CheckpointFormat(
+        "deepseek_v4_fp8",
+        "DeepSeek-V4 FP8 with FP4 experts",
+        "deepseek_v4_fp8",
+        _deepseek_matches,
+        _deepseek_expert_scheme,
+    ),
 )
-
-# Unquantised experts, by the option online_format.
-ONLINE = {"mxfp4": ExpertScheme("mxfp4", (("weight", "dense"), ("bias", "bias")))}

@@ -16,22 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_humming.moe.packing import GROUP_K, PackedProjection, pack_expert
-from vllm_humming.moe.quantize import quantize_mxfp4
-from vllm_humming.moe.scales import e8m0_bytes, refuse_nan
-from vllm_humming.quant_methods.formats import ExpertScheme, TensorKind
+from vllm_humming.moe.packing import PackedProjection, pack_expert
+from vllm_humming.moe.quantize import nvfp4_global_scale, quantize
+from vllm_humming.moe.scales import check_global_scale
+from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
 
 Projection = Literal["w13", "w2"]
 PROJECTIONS: tuple[Projection, ...] = ("w13", "w2")
 
-# Elements of K that one stored element covers.
-_PER_ELEMENT = {"codes": 2, "scales": GROUP_K, "dense": 1}
-_DTYPES = {
-    "codes": (torch.uint8, torch.int8),
-    "scales": (torch.uint8, torch.float8_e8m0fnu, torch.float32),
-    "dense": (torch.bfloat16, torch.float16, torch.float32),
-    "bias": (torch.bfloat16, torch.float16, torch.float32),
-}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {"codes": (torch.uint8, torch.int8), "dense": _FLOATS, "bias": _FLOATS, "global": _FLOATS}
 _GPT_OSS_SHARDS = ("gpt_oss_w13", "gpt_oss_w2")  # vLLM 0.33: one expert of a gpt-oss checkpoint, not sliced
 _LISTED = 8  # missing tensors named in one error
 
@@ -82,6 +76,7 @@ class ExpertLoader:
         dtype: torch.dtype,
     ) -> None:
         self.layer, self.scheme, self.shape, self.packed, self.dtype = layer, scheme, shape, packed, dtype
+        self.format = scheme.weight_format
         self.touched = False
         self._done: set[tuple[Projection, int]] = set()
         self._staged: dict[tuple[Projection, int], dict[_Part, Tensor]] = {}
@@ -94,10 +89,13 @@ class ExpertLoader:
 
         shard "w1", "w2" or "w3" (or 0.33's gpt-oss shards): the tensor of local expert `expert`, whole; it is sliced
         for this rank here. shard None: all local experts' tensors stacked, sliced for this rank already.
-        Raises ValueError naming layer, expert and tensor for a wrong shape or dtype, a NaN scale, a scale that the
-        activation dtype cannot hold exactly, and NaN or infinity in a dense weight or a bias.
+        Raises ValueError naming layer, expert and tensor for a wrong shape or dtype, a scale that is NaN, negative or
+        no value of the format, a global scale that is not positive and finite, a scale that the activation dtype cannot
+        hold exactly, and NaN or infinity in a dense weight or a bias.
         """
         self.touched = True
+        if kind == "unused":
+            return
         if shard is None:
             self._load_stacked(projection, kind, tensor)
             return
@@ -108,7 +106,11 @@ class ExpertLoader:
         part = _Part(self._shard_name(projection, kind, shard), kind)
         if shard in _GPT_OSS_SHARDS and kind == "codes" and tensor.dim() == 3:
             tensor = tensor.flatten(1)  # [rows, groups, bytes of a group]
-        self._stage(projection, expert, part, self._slice(projection, expert, part, tensor))
+        sliced = self._slice(projection, expert, part, tensor)
+        if kind == "dense":
+            self._stage_dense(projection, expert, part, sliced, tensor)
+        else:
+            self._stage(projection, expert, part, sliced)
 
     def check_complete(self) -> None:
         """Raises ValueError that names the tensors that never came, by expert and checkpoint name."""
@@ -151,7 +153,10 @@ class ExpertLoader:
             )
         for expert, one in enumerate(tensor.unbind(0)):
             self._check(expert, part, one, self._extent(part, self.shape.channels))
-            self._stage(projection, expert, part, one)
+            if kind == "dense":
+                self._stage_dense(projection, expert, part, one, one)
+            else:
+                self._stage(projection, expert, part, one)
 
     def _extent(self, part: _Part, channels: int) -> tuple[int, ...]:
         """The shape of a part's tensor with that many intermediate channels."""
@@ -160,25 +165,38 @@ class ExpertLoader:
             rows, k = shape.hidden, channels
         else:
             rows, k = channels * (2 if part.shard == "w13" and shape.gated else 1), shape.hidden
-        return (rows,) if part.kind == "bias" else (rows, k // _PER_ELEMENT[part.kind])
+        if part.kind == "global":
+            return ()
+        return (rows,) if part.kind == "bias" else (rows, k // self._per_element(part.kind))
+
+    def _per_element(self, kind: TensorKind) -> int:
+        """Elements of K that one stored element covers."""
+        return {"codes": 2, "scales": self.format.group_k, "dense": 1}[kind]
 
     def _check(self, expert: int, part: _Part, tensor: Tensor, expected: tuple[int, ...]) -> None:
         where = self._where(expert, part)
-        if tuple(tensor.shape) != expected:
+        if part.kind == "global":
+            both = part.shard == "w13" and self.shape.gated
+            if tensor.numel() != 1 and not (both and tuple(tensor.shape) == (2,)):
+                found = tuple(tensor.shape)
+                raise ValueError(f"{where} must be one value{' or (gate, up)' if both else ''}, found shape {found}")
+        elif tuple(tensor.shape) != expected:
             raise ValueError(f"{where} must have shape {expected}, found {tuple(tensor.shape)}")
-        if tensor.dtype not in _DTYPES[part.kind]:
-            wanted = " or ".join(str(dtype) for dtype in _DTYPES[part.kind])
-            raise ValueError(f"{where} must be {wanted}, found {tensor.dtype}")
+        dtypes = _DTYPES.get(part.kind, self.format.scale_dtypes)
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{where} must be {' or '.join(str(dtype) for dtype in dtypes)}, found {tensor.dtype}")
 
     def _slice(self, projection: Projection, expert: int, part: _Part, tensor: Tensor) -> Tensor:
         """This rank's share of a whole checkpoint tensor."""
         shape = self.shape
         self._check(expert, part, tensor, self._extent(part, shape.intermediate))
+        if part.kind == "global":
+            return tensor
         if projection == "w2":
             if part.kind == "bias":
                 # Ranks add up their outputs, so the down bias belongs to one of them.
                 return tensor if shape.tp_rank == 0 else torch.zeros_like(tensor)
-            per = _PER_ELEMENT[part.kind]
+            per = self._per_element(part.kind)
             return tensor.narrow(1, shape.start // per, shape.channels // per)
         if part.shard != "w13" or not shape.gated:
             return tensor.narrow(0, shape.start, shape.channels)
@@ -189,17 +207,14 @@ class ExpertLoader:
     def _expected(self, projection: Projection, arrived: dict[_Part, Tensor]) -> list[_Part]:
         """The parts that make the projection complete: gate and up apart, unless a tensor that holds both has come."""
         split = projection == "w13" and self.shape.gated and not any(part.shard == "w13" for part in arrived)
-        kinds: tuple[TensorKind, ...] = ("codes", "scales", "bias") if self.shape.has_bias else ("codes", "scales")
+        kinds: list[TensorKind] = ["codes", "scales"]
+        kinds += ["global"] if self.format.has_global else []
+        kinds += ["bias"] if self.shape.has_bias else []
         return [_Part(shard, kind) for shard in (("w1", "w3") if split else (projection,)) for kind in kinds]
 
     def _stage(self, projection: Projection, expert: int, part: _Part, tensor: Tensor) -> None:
         staged = self._staged.setdefault((projection, expert), {})
-        if part.kind == "dense":
-            staged[part._replace(kind="codes")], staged[part._replace(kind="scales")] = self._quantize(
-                expert, part, tensor.detach().to(self.packed[projection].packed.device)
-            )
-        else:
-            staged[part] = tensor.detach()
+        staged[part] = tensor.detach()
         expected = self._expected(projection, staged)
         if all(part in staged for part in expected):
             del self._staged[projection, expert]
@@ -207,27 +222,38 @@ class ExpertLoader:
                 self._pack(projection, expert, list(dict.fromkeys(part.shard for part in expected)), staged)
             self._done.add((projection, expert))
 
-    def _quantize(self, expert: int, part: _Part, dense: Tensor) -> tuple[Tensor, Tensor]:
-        if not dense.numel():
-            rows, k = dense.shape
-            empty = torch.empty(0, dtype=torch.uint8, device=dense.device)
-            return empty.view(rows, k // 2), empty.view(rows, k // GROUP_K)
+    def _stage_dense(self, projection: Projection, expert: int, part: _Part, sliced: Tensor, whole: Tensor) -> None:
+        """Quantises this rank's slice of a dense weight and stages the result.
+
+        A global scale comes from the whole tensor, so that the ranks of a model share it: gate, up and down of each
+        expert have their own.
+        """
+        device, rows = self.packed[projection].packed.device, sliced.shape[0]
         try:
-            return quantize_mxfp4(dense)
+            factor = nvfp4_global_scale(whole.detach()).to(device) if self.format.has_global else None
+            if sliced.numel():
+                parts = quantize(sliced.detach().to(device), self.format, factor)
+                codes, scales = parts.codes, parts.scales
+            else:
+                codes = torch.empty((rows, sliced.shape[1] // 2), dtype=torch.uint8, device=device)
+                scales = codes.new_empty((rows, sliced.shape[1] // self.format.group_k))
         except ValueError as error:
             raise ValueError(f"{self._where(expert, part)}: {error}") from error
+        if factor is not None:
+            self._stage(projection, expert, part._replace(kind="global"), factor)
+        self._stage(projection, expert, part._replace(kind="codes"), codes)
+        self._stage(projection, expert, part._replace(kind="scales"), scales)
 
     def _pack(self, projection: Projection, expert: int, shards: list[str], staged: dict[_Part, Tensor]) -> None:
         destination = self.packed[projection]
+        device = destination.packed.device
 
         def part(shard: str, kind: TensorKind) -> Tensor:
             tensor = staged[_Part(shard, kind)]
             if kind == "scales":
                 # Bytes before gate and up are joined: each may have its own dtype, and errors name the one they are in.
-                where = f"{self.layer}: expert {expert}: {shard}"
-                tensor = e8m0_bytes(where, tensor.contiguous())
-                refuse_nan(where, tensor)
-            tensor = tensor.to(destination.packed.device)
+                tensor = self.format.raw_scales(f"{self.layer}: expert {expert}: {shard}", tensor.contiguous())
+            tensor = tensor.to(device)
             return tensor.view(torch.uint8) if kind == "codes" else tensor
 
         def joined(kind: TensorKind) -> Tensor:
@@ -238,20 +264,38 @@ class ExpertLoader:
         bias = joined("bias").float() if self.shape.has_bias else None
         if bias is not None and not bool(bias.isfinite().all()):
             raise ValueError(f"{self.layer}: expert {expert}: {projection}_{self._name('bias')} holds NaN or infinity")
+        global_scale = None
+        if self.format.has_global:
+            values = [self._global_values(expert, shard, staged).to(device) for shard in shards]
+            global_scale = self._row_globals(torch.cat(values), codes.shape[0])
         if projection == "w2" and self.shape.channels < self.shape.shard:
             # The packed K is that of a full shard; zero codes stand for the channels this rank does not have.
             short = self.shape.shard - self.shape.channels
             codes = F.pad(codes, (0, short // 2))
-            scales = F.pad(scales, (0, short // GROUP_K), value=127)
+            scales = F.pad(scales, (0, short // self.format.group_k), value=self.format.one)
         pack_expert(
             destination,
             expert,
             codes,
             scales,
             bias,
+            global_scale=global_scale,
             gated=projection == "w13" and self.shape.gated,
             gate_up="interleaved" if self.shape.interleaved else "packed",
             dtype=self.dtype,
             layer=self.layer,
             tensor=projection,
         )
+
+    def _global_values(self, expert: int, shard: str, staged: dict[_Part, Tensor]) -> Tensor:
+        """The fp32 factors of one checkpoint tensor, [1] or, for gate and up in one, [2]."""
+        part = _Part(shard, "global")
+        value = staged[part].float().reshape(-1)
+        check_global_scale(self._where(expert, part), value)
+        return value.reciprocal() if self.scheme.reciprocal_global else value
+
+    def _row_globals(self, values: Tensor, rows: int) -> Tensor:
+        """Factors of a projection [1] or (gate, up) [2] -> one for each of its rows, in the checkpoint's order."""
+        if values.numel() == 1:
+            return values.expand(rows)
+        return values.repeat(rows // 2) if self.shape.interleaved else values.repeat_interleave(rows // 2)
