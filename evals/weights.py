@@ -174,10 +174,10 @@ def convert(source: Path, target: Path, weight_format: str) -> int:
     """Writes the checkpoint `source` as `weight_format` to `target`, tokenizer included; returns the weights' bytes."""
     config, dense = read(source)
     size = write(target, config, dense, weight_format)
+    left = {"config.json", "model.safetensors.index.json", "README.md", "training.json"}
     for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in ("config.json", "README.md"):
-            if path.name != "model.safetensors.index.json":
-                shutil.copyfile(path, target / path.name)
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in left:
+            shutil.copyfile(path, target / path.name)
     return size
 
 

@@ -25,19 +25,24 @@ Key = tuple[str, tuple[int, ...]]
 EVAL_SIZES = {"test": 1000, "validation": 500}
 EVAL_SEEDS = {"test": 20_261_130, "validation": 20_261_131}
 
-NAMES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words(
     "Ada Ben Cara Dan Ella Finn Grace Hugo Iris Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Uma Vera Will Yara Zoe "
     "Amir Bella Carlos Dina Emil Fatima George Hana Ivan Julia Ken Lena Maria Nina Omar Petra"
-).split()
-ITEMS = (
+)
+ITEMS = _words(
     "apples books marbles stickers pencils cards shells stamps coins toys buttons balls beads cookies oranges flowers "
     "photos puzzles ribbons stones"
-).split()
-BOXES = "boxes bags baskets jars trays crates".split()
-GOODS = "shirts hats lamps mugs scarves plants candles bowls belts clocks".split()
-ANIMALS = "cows sheep goats horses dogs pigs".split()
-BIRDS = "hens ducks geese parrots".split()
-SHOPS = "shop market store bakery farm library school museum".split()
+)
+BOXES = _words("boxes bags baskets jars trays crates")
+GOODS = _words("shirts hats lamps mugs scarves plants candles bowls belts clocks")
+ANIMALS = _words("cows sheep goats horses dogs pigs")
+BIRDS = _words("hens ducks geese parrots")
+SHOPS = _words("shop market store bakery farm library school museum")
 WORDS = {
     "n": NAMES,
     "m": NAMES,
@@ -323,7 +328,8 @@ TEMPLATES = (
         "left_then_share",
         {"b": (5, 200), "c": (2, 9), "r": (3, 50)},
         [
-            "{n} has {a} {items}, keeps {b} and shares the rest equally among {c} friends. How many does each friend get?"
+            "{n} has {a} {items}, keeps {b} and shares the rest equally among {c} friends. "
+            "How many does each friend get?"
         ],
         ("s", "a - b", "{n} shares {} {items}."),
         ("r", "s / c", "Each friend gets {} {items}."),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from evals.tinymath.data import corpus_words
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from evals.tinymath.data import corpus_words
 
 END = "<|endoftext|>"
 PIECES = 384  # bytes and merges; the words come on top
