@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def make_batches(seed: int, rows: int, length: int) -> list[Batch]:
     return batches
 
 
-def stream(seed: int, rows: int, length: int, workers: int) -> Iterator[Batch]:
+def stream(seed: int, rows: int, length: int, workers: int) -> Generator[Batch, None, None]:
     """Endless batches; closing the iterator ends the workers. Start it before CUDA is used: the workers are forks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with multiprocessing.get_context("fork").Pool(workers) as pool:

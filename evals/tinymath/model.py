@@ -200,6 +200,9 @@ class Model(nn.Module):
             balances.append(balance)
         return norm(x, self.norm, self.sizes.eps), torch.stack(balances).mean()
 
+    def blocks(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head.to(hidden.dtype)).float()
 
@@ -208,7 +211,7 @@ class Model(nn.Module):
         """BF16 tensors by the names of Qwen3MoeForCausalLM; the experts' are MXFP4 values if quantised."""
         tensors = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         tensors["lm_head.weight"] = self.head
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.blocks()):
             prefix = f"model.layers.{index}."
             names = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm", "router": "mlp.gate"}
             names |= {name: f"self_attn.{name}_proj" for name in "qkvo"}

@@ -75,7 +75,7 @@ def loss_of(model: Model, batch: Batch, device: torch.device, quantised: bool) -
 def as_exported(model: Model) -> Model:
     """A copy with the weights that the checkpoint holds: BF16, the experts' MXFP4 values."""
     model = copy.deepcopy(model)
-    for layer in model.layers:
+    for layer in model.blocks():
         for parameter in (layer.gate_up, layer.down):
             parameter.copy_(mxfp4_value(parameter))
     for parameter in model.parameters():
