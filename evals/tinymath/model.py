@@ -209,7 +209,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def export(self, quantised: bool = True) -> dict[str, Tensor]:
         """BF16 tensors by the names of Qwen3MoeForCausalLM; the experts' are MXFP4 values if quantised."""
-        tensors = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        tensors: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         tensors["lm_head.weight"] = self.head
         for index, layer in enumerate(self.blocks()):
             prefix = f"model.layers.{index}."
