@@ -97,7 +97,7 @@ def _evaluate(model: Any, engine: engines.Engine, options: Options) -> dict[str,
         return results["samples"][options.task]
 
     samples = run()
-    record = {"engine": asdict(engine), "seconds": round(seconds[0], 2)}
+    record: dict[str, Any] = {"engine": asdict(engine), "seconds": round(seconds[0], 2)}
     tokenizer = _tokenizer(engine.model)
     if options.task == "perplexity":
         return record | perplexity(samples, tokenizer)
