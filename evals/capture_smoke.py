@@ -108,7 +108,7 @@ def captured_sizes() -> dict[str, list[int]]:
     """Sizes of the CUDA graphs in this process, by mode; of piecewise ones those that every piece has."""
     full: set[int] = set()
     pieces: list[set[int]] = []
-    for item in gc.get_objects():
+    for item in live_objects():
         kind = type(item).__name__
         if kind == "CUDAGraphWrapper":
             sizes = {
@@ -130,9 +130,15 @@ def our_layers() -> int:
     """The MoE layers in this process that run through this package."""
     import torch
 
-    methods = [getattr(item, "quant_method", None) for item in gc.get_objects() if isinstance(item, torch.nn.Module)]
+    methods = [getattr(item, "quant_method", None) for item in live_objects() if isinstance(item, torch.nn.Module)]
     # A layer's parts may share its method.
     return len({id(method) for method in methods if f"{type(method).__module__}.".startswith(f"{OURS}.moe.")})
+
+
+def live_objects() -> list[Any]:
+    """All objects that the collector knows; vLLM hides those of its start from it."""
+    gc.unfreeze()
+    return gc.get_objects()
 
 
 class Driver:
@@ -149,7 +155,8 @@ class Driver:
         options: dict[str, Any] = {
             "max_model_len": args.max_model_len,
             "max_num_seqs": args.max_size,
-            "max_num_batched_tokens": max(args.max_size, args.max_model_len, 2048),
+            # All prompts of the largest batch start in one step: no one is done before the last has started.
+            "max_num_batched_tokens": max(args.max_size * args.prompt_tokens, args.max_model_len),
             "enable_prefix_caching": False,
             "async_scheduling": False,
         } | keyword_arguments(args.arguments)
@@ -192,11 +199,7 @@ class Driver:
         profile = None
         if profiled:
             if max_tokens > 1:
-                self.step(answers)  # the prompts; they fit one step only if they are short
-                tokens = sum(map(len, prompts))
-                room = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-                for _ in range(1, -(-tokens // room)):
-                    self.step(answers)
+                self.step(answers)  # the prompts
             profile = self._profile(answers, profiled)
         self.finish(answers)
         return [answers[name] for name in names], profile
@@ -342,7 +345,7 @@ def main() -> None:
     parser.add_argument("--max-size", type=int, default=512, help="largest graph (default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--data", type=Path, help="questions, .jsonl or text (default: tinymath's)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="at most, of a question (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="at most, of a question (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=128, help="that arrive in bursts (default: %(default)s)")
     parser.add_argument("--tie", type=float, default=0.1, help="nats between tokens that count as equally good")
     parser.add_argument("--any-method", action="store_true", help="do not ask for this package's layers")

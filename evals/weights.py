@@ -4,9 +4,9 @@
     python -m evals.weights SOURCE TARGET --format bf16|mxfp4|nvfp4
 
 SOURCE is a directory with BF16 or MXFP4 experts stored one 2-D tensor each (`...experts.3.up_proj.weight`, or
-`.weight_packed` and `.weight_scale`). bf16 writes the dequantised experts, exactly; mxfp4 and nvfp4 write
-compressed-tensors checkpoints of the dequantised experts (values that MXFP4 already holds stay as they are).
-Everything but the experts is copied.
+`.weight_packed` and `.weight_scale`; Mixtral's w1 to w3 too). bf16 writes the dequantised experts, exactly; mxfp4 and
+nvfp4 write compressed-tensors checkpoints of the dequantised experts (values that MXFP4 already holds stay as they
+are). Everything but the experts is copied.
 
 NVFP4 here: e2m1 elements in groups of 16 with an e4m3 scale, and one FP32 factor for a projection, which gate and up
 share. The factor is a power of two, so that every dequantised weight is a BF16 number and the BF16 twin is exact.
@@ -34,7 +34,9 @@ FORMATS = ("bf16", "mxfp4", "nvfp4")
 NVFP4_GROUP = 16
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.(?P<part>\w+)$")
+EXPERT = re.compile(r"(?P<expert>.*\.experts\.\d+)\.(?P<projection>(gate|up|down)_proj|w[123])\.(?P<part>\w+)$")
+# Projections that vLLM joins, and so share one NVFP4 factor; w1, w2, w3 are Mixtral's names.
+JOINED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 Tensors = dict[str, Tensor]
 
@@ -88,9 +90,8 @@ def quantise_experts(dense: Tensors, weight_format: str) -> Tensors:
         elif weight_format == "mxfp4":
             tensors[f"{base}.weight_packed"], tensors[f"{base}.weight_scale"] = quantize_mxfp4(weight)
         elif weight_format == "nvfp4":
-            expert = f"{match['layer']}.{match['expert']}"
-            fused = ("gate", "up") if match["projection"] != "down" else ("down",)
-            factor = nvfp4_factor(dense[f"{expert}.{part}_proj.weight"] for part in fused)
+            names = {match["projection"], JOINED.get(match["projection"], match["projection"])}
+            factor = nvfp4_factor(dense[f"{match['expert']}.{part}.weight"] for part in names)
             tensors[f"{base}.weight_packed"], tensors[f"{base}.weight_scale"] = quantize_nvfp4(weight, factor)
             tensors[f"{base}.weight_global_scale"] = torch.tensor([factor], dtype=torch.float32)
         else:
