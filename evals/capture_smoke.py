@@ -21,16 +21,14 @@ import argparse
 import gc
 import json
 import math
-import multiprocessing
 import os
 import random
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evals.engines import keyword_arguments, surroundings
+from evals.engines import apart, keyword_arguments, surroundings
 from evals.tasks import documents
 from evals.tinymath.data import evaluation, prompt
 
@@ -330,12 +328,6 @@ def bursts(driver: Driver, prompts: list[list[int]], questions: int, seed: int) 
     return list(answers.values())
 
 
-def apart(args: argparse.Namespace, graphs: bool, sizes: list[int] | None) -> Report:
-    """`run` in a process of its own: each engine finds the device free."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run, args, graphs, sizes).result()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.capture_smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -360,8 +352,8 @@ def main() -> None:
             print("capture smoke: no CUDA graphs on this machine; --no-graphs checks the rest")
             raise SystemExit(3)
     sizes = (args.sizes or [1, 2, 4, 8]) if args.no_graphs else args.sizes
-    graph = apart(args, not args.no_graphs, sizes)
-    eager = apart(args, False, graph.sizes)
+    graph = apart(run, args, not args.no_graphs, sizes)
+    eager = apart(run, args, False, graph.sizes)
     equal, total, differences = compare(graph, eager, args.tie)
     problems = graph.problems + [f"eager: {problem}" for problem in eager.problems] + differences
     for problem in problems[:40]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -17,14 +18,16 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 1800  # a large model's weights may come over a network
+Result = TypeVar("Result")
 LAYERS = re.compile(r"\d+ MoE layers? run through vllm_humming \([^)]*\)")
 
 
@@ -138,6 +141,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
+
+
+def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+    """function(*arguments) in a process of its own: the next engine finds the device's memory free."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def shut_down(llm: Any) -> None:
+    """Ends the processes of an `LLM`: Python waits for them at its exit, before anything else would end them."""
+    llm.llm_engine.engine_core.shutdown()
 
 
 def free_port() -> int:

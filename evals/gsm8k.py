@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,10 @@ def measure(engine: engines.Engine, options: Options) -> dict[str, Any]:
 
         length = arguments.pop("max_model_len", options.max_length)
         model = VLLM(pretrained=engine.model, max_model_len=length, batch_size="auto", **arguments)
-        return _evaluate(model, engine, options) | {"layers": None}
+        try:
+            return _evaluate(model, engine, options) | {"layers": None}
+        finally:
+            engines.shut_down(model.model)
     with engines.serving(engine) as server:
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -68,12 +69,6 @@ def measure(engine: engines.Engine, options: Options) -> dict[str, Any]:
             timeout=3600,
         )
         return _evaluate(model, engine, options) | {"layers": server.layers()}
-
-
-def measure_apart(engine: engines.Engine, options: Options) -> dict[str, Any]:
-    """`measure` in a process of its own, so that the next engine finds the device's memory free."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, engine, options).result()
 
 
 def _evaluate(model: Any, engine: engines.Engine, options: Options) -> dict[str, Any]:
@@ -198,13 +193,13 @@ def run(
     result = engines.surroundings() | {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     }
-    result["ours"] = measure_apart(ours, options)
+    result["ours"] = engines.apart(measure, ours, options)
     print(f"[eval] {ours}\n[eval]     {summary(result['ours'])}", flush=True)
     for line in result["ours"]["layers"] or ():
         print(f"[eval]     {line}", flush=True)
     fine = not result["ours"].get("changed_outputs")
     if baseline is not None:
-        result["baseline"] = measure_apart(baseline, options)
+        result["baseline"] = engines.apart(measure, baseline, options)
         print(f"[eval] baseline {baseline}\n[eval]     {summary(result['baseline'])}", flush=True)
         result["comparison"], distance, line = compared(result["ours"], result["baseline"])
         fine = fine and (tolerance is None or distance <= tolerance)

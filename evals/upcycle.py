@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import tempfile
 import zipfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ import torch
 from torch import Tensor
 
 from evals import weights
-from evals.engines import keyword_arguments, surroundings
+from evals.engines import apart, keyword_arguments, shut_down, surroundings
 from evals.tasks import documents
 
 FORMATS = ("mxfp4", "nvfp4")
@@ -215,6 +213,7 @@ def score(model: Path, arguments: str, texts: list[str]) -> Scores:
         for token, position in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
             total += position[token].logprob
             best.append(max(position, key=lambda candidate: position[candidate].logprob))
+    shut_down(llm)
     return Scores(total, best)
 
 
@@ -229,8 +228,7 @@ def compare(
     """Runs every checkpoint, one process each, prints a line each, and says whether all are within the tolerance."""
 
     def measured(name: str, options: str) -> Scores:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(score, directory / name, f"{options} {extra}".strip(), texts).result()
+        return apart(score, directory / name, f"{options} {extra}".strip(), texts)
 
     reference = measured("bf16", "")
     rows: list[dict[str, Any]] = [{"name": "bf16", "perplexity": reference.perplexity, "tokens": len(reference.best)}]
