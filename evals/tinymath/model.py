@@ -14,8 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
+
+# The backends that take any mask.
+MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class Layer(nn.Module):
             k, v = cache.update(k, v, positions)
         group = sizes.heads // sizes.kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        with sdpa_kernel(MASKED):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return F.linear(out.transpose(1, 2).reshape(rows, length, -1), self.o.to(x.dtype))
 
     def _experts(self, x: Tensor, quantised: bool) -> tuple[Tensor, Tensor]:
