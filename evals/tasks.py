@@ -90,4 +90,4 @@ def manager(data: Path | None = None) -> Any:
     """lm-eval's task manager with the tasks of this folder. data: see `text`."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=HERE, metadata={"data": str(data)} if data else None)
+    return TaskManager(include_path=HERE, include_defaults=False, metadata={"data": str(data)} if data else None)

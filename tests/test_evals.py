@@ -106,6 +106,30 @@ def test_documents_of_json_lines_and_of_text(tmp_path):
     assert [len(piece) for piece in tasks.documents(text)] == [3902, 900]
 
 
+def test_lm_eval_finds_the_tasks_and_asks_in_gsm8ks_form(tmp_path):
+    rows = [{"question": f"How much is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(20)]
+    test, train = tmp_path / "test.jsonl", tmp_path / "train.jsonl"
+    test.write_text("\n".join(map(json.dumps, rows[:10])))
+    train.write_text("\n".join(map(json.dumps, rows[10:])))
+    found = tasks.manager(test).load(["tinymath", "perplexity", tasks.gsm8k(test, train)])["tasks"]
+    assert {name: len(list(task.test_docs())) for name, task in found.items()} == {
+        "tinymath": 1000,
+        "perplexity": 10,
+        "gsm8k": 10,
+    }
+    for name, shots in (("tinymath", 0), ("gsm8k", 5)):
+        found[name].build_all_requests(limit=2, rank=0, world_size=1)
+        first, second = (instance.args[0] for instance in found[name].instances)
+        assert first.count("Question: ") == second.count("Question: ") == shots + 1
+        assert first.endswith("\nAnswer:")
+        if shots:
+            assert first.startswith("Question: How much is 10 + 1?\nAnswer: It is 11.\n#### 11\n\n")
+            assert first.rsplit("Question", 1)[0] == second.rsplit("Question", 1)[0]
+    (alone,) = (tasks.manager().load([tasks.gsm8k(test, None)])["tasks"]).values()
+    alone.build_all_requests(limit=1, rank=0, world_size=1)
+    assert alone.instances[0].args[0].count("How much is 0 + 1?") == 1  # asked, not shown as an example
+
+
 # Formats
 
 
