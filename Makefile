@@ -7,7 +7,7 @@ NEWEST_VLLM = 0.33.0
 
 .PHONY: demo test lint build check-kernels clean
 
-demo:  ## install vLLM for this machine, serve a small MXFP4 model, ask it something
+demo:  ## install vLLM for this machine, serve a small trained MXFP4 model, ask it a word problem
 	python="$$($(ENVIRONMENT) auto)" && "$$python" scripts/demo.py
 
 test:  ## unit, layer and engine tests; layer tests also with the oldest and newest supported vLLM

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a small MXFP4 mixture-of-experts model with `vllm serve --quantization humming` and asks it something.
+"""Serves the small trained MXFP4 model with `vllm serve --quantization humming` and asks it a word problem.
 
-Run by `make demo` with the Python of the environment it made. Exits non-zero unless the server answered, the answer is
-the one that the model's weights spell, and every MoE layer ran through this package.
+Run by `make demo` with the Python of the environment it made. Exits non-zero unless the server answered, the answer to
+the problem, which the model's training never saw, is right, and every MoE layer ran through this package.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -21,12 +22,14 @@ from pathlib import Path
 
 import torch
 
-from vllm_humming.checkpoints import DEFAULT_SIZES, write_checkpoint
-from vllm_humming.tokenizer import PROMPT, SENTENCE
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from evals.tinymath.data import Problem, evaluation, prompt  # noqa: E402
 
-KIND = "qwen3-mxfp4"
-DIRECTORY = Path(__file__).resolve().parent.parent / ".demo"
-NAME = "small-mxfp4-moe"
+MODEL = ROOT / "evals" / "tinymath" / "model"
+DIRECTORY = ROOT / ".demo"
+NAME = "tinymath-mxfp4"
+TEMPLATE = "remaining_share"  # a problem of three steps
 START_LIMIT_S = 600
 LAYERS = re.compile(r"(\d+) MoE layers? run through vllm_humming \((.+) experts, (kernel|reference) path\)")
 
@@ -87,43 +90,44 @@ def wait_until_ready(server: subprocess.Popen[bytes], base: str) -> None:
     raise DemoError(f"the server was not ready after {START_LIMIT_S} s")
 
 
-def complete(base: str, prompt: str) -> str:
-    body = {"model": NAME, "prompt": prompt, "max_tokens": 32, "temperature": 0}
+def complete(base: str, text: str) -> str:
+    body = {"model": NAME, "prompt": text, "max_tokens": 192, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=300) as response:
-            text: str = json.load(response)["choices"][0]["text"]
+            answer: str = json.load(response)["choices"][0]["text"]
     except urllib.error.URLError as error:
         raise DemoError(f"the completion request failed: {error}") from error
-    return text
+    return answer
 
 
-def check(answer: str, log: str) -> None:
-    """Raises DemoError unless the answer and the layers that ran are the expected ones."""
-    print(f"\n    {PROMPT}{answer}\n", flush=True)
-    if answer != SENTENCE:
-        raise DemoError(f"the answer is {answer!r}, the weights spell {SENTENCE!r}")
+def check(problem: Problem, answer: str, log: str) -> None:
+    """Raises DemoError unless the answer is right and the layers that ran are the expected ones."""
+    lines = [*textwrap.wrap(problem.question, 100), "", *answer.strip().splitlines()]
+    print("\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines), flush=True)
+    if not answer.rstrip().endswith(f"#### {problem.result}"):
+        raise DemoError(f"the answer should be {problem.result}")
     found = LAYERS.search(log)
     if found is None:
         raise DemoError("the server's log does not say that MoE layers ran through vllm_humming")
     layers, weight_format, path = found.groups()
-    expected = DEFAULT_SIZES[KIND].layers
+    expected = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
     step(f"{layers} of {expected} MoE layers ran through vllm_humming: {weight_format} experts, {path} path")
     if int(layers) != expected:
         raise DemoError("some MoE layers ran elsewhere")
 
 
 def main() -> None:
-    model, log = DIRECTORY / NAME, DIRECTORY / "server.log"
-    step(f"writing {model} (Qwen3-MoE, {DEFAULT_SIZES[KIND].experts} experts, MXFP4)")
-    write_checkpoint(model, KIND)
+    DIRECTORY.mkdir(exist_ok=True)
+    log = DIRECTORY / "server.log"
+    problem = next(problem for problem in evaluation("test") if problem.key[0] == TEMPLATE)
     port = free_port()
     base = f"http://127.0.0.1:{port}"
-    server = start_server(model, port, log)
+    server = start_server(MODEL, port, log)
     try:
         wait_until_ready(server, base)
-        check(complete(base, PROMPT), log.read_text(errors="replace"))
+        check(problem, complete(base, prompt(problem.question)), log.read_text(errors="replace"))
     except DemoError as error:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
         raise SystemExit(f"{tail}\n[demo] FAILED: {error} (log: {log})") from error

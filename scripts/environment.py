@@ -92,7 +92,7 @@ def ensure(flavour: str, *, with_kernels: bool = False) -> Path:
             install_cpu_engine(python, engine)
         else:
             pip(python, engine)
-        pip(python, "setuptools>=77", *extras["dev"])
+        pip(python, "setuptools>=77", *extras["dev"], *extras["evals"])
         # The kernels are built in place, below, so the install need not build them.
         pip(python, "--no-deps", "--no-build-isolation", "-e", ROOT, env=os.environ | {kernels.SWITCH: "0"})
         stamp.write_text(key)
