@@ -46,11 +46,11 @@ struct TileConfig {
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
-  static constexpr int kStoreTokens = kMaxWidth <= 48 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
-  // Tile infos in flight: one with the consumers, one with the loaders, and one being made, so that nobody waits for its memory reads.
-  static constexpr int kInfos = 3;
+  // Tile infos in flight. Two, so that a CTA takes a tile when it starts the one before; three would take them sooner and share them worse.
+  static constexpr int kInfos = 2;
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   static constexpr int kSharedBytes =
       1024 + Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + kInfos * kInfoBytes + (Stages + kInfos) * 16;

@@ -3,5 +3,5 @@
 
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_256x160 = TileInstance<TileConfig<2, 2, Widths<80, 160>, 3, 1, 4, 0, Tokens::kSorted>>::tile();
+extern const Tile tile_256x160 = TileInstance<TileConfig<2, 2, Widths<64, 96, 128, 160>, 3, 1, 4, 0, Tokens::kSorted>>::tile();
 }  // namespace vllm_humming
