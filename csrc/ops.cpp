@@ -73,10 +73,17 @@ void require_aligned(const Tensor& t, const char* name) {
   require(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, std::string(name) + " must start at a multiple of 16 bytes");
 }
 
-// Shape of packed weights, checked: [experts, row_blocks, k_blocks, kChunkBytes] uint8.
-Projection projection(const Tensor& packed, const Tensor& row_scale, const std::optional<Tensor>& bias, const char* name, int device) {
-  require(packed.dim() == 4 && packed.size(3) == kChunkBytes, std::string(name) + " must be packed weights [E, rows/64, K/128, 4352]");
-  require_tensor(packed, name, device, ScalarType::Byte, {packed.size(0), packed.size(1), packed.size(2), kChunkBytes});
+Format format_of(int64_t weight_format) {
+  require(weight_format >= 0 && weight_format < kFormats, "weight_format must be 0 (MXFP4) or 1 (NVFP4), found " + std::to_string(weight_format));
+  return static_cast<Format>(weight_format);
+}
+
+// Shape of packed weights, checked: [experts, row_blocks, k_blocks, chunk_bytes] uint8.
+Projection projection(const Tensor& packed, const Tensor& row_scale, const std::optional<Tensor>& bias, Format format, const char* name, int device) {
+  const int chunk = chunk_bytes(format);
+  require(packed.dim() == 4 && packed.size(3) == chunk,
+          std::string(name) + " must be packed weights [E, rows/64, K/128, " + std::to_string(chunk) + "], found " + shape_of(packed));
+  require_tensor(packed, name, device, ScalarType::Byte, {packed.size(0), packed.size(1), packed.size(2), chunk});
   const int64_t rows = packed.size(1) * kBlockRows;
   require_tensor(row_scale, "row_scale", device, ScalarType::Float, {packed.size(0), rows});
   if (bias) require_tensor(*bias, "bias", device, ScalarType::Float, {packed.size(0), rows});
@@ -94,11 +101,11 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
          int64_t tile2) {
   require(x.is_cuda(), "x must be a CUDA tensor");
   require(x.dim() == 2 && topk_ids.dim() == 2, "x must be [M, H] and topk_ids [M, top_k]");
-  require(weight_format == 0, "weight_format must be 0 (MXFP4), found " + std::to_string(weight_format));
   require(activation >= 0 && activation <= 2, "activation must be 0..2, found " + std::to_string(activation));
   const int device = x.get_device_index();
   LayerArgs a = {};
   a.dtype = dtype_of(x, "x");
+  a.format = format_of(weight_format);
   a.activation = static_cast<Activation>(activation);
   LayerShape& s = a.shape;
   s.tokens = x.size(0);
@@ -106,8 +113,8 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
   s.top_k = topk_ids.size(1);
   if (s.tokens == 0 || s.hidden == 0) return;
   require(s.top_k > 0, "top_k must be at least 1");
-  a.up = projection(w13, w13_row_scale, w13_bias, "w13", device);
-  a.down = projection(w2, w2_row_scale, w2_bias, "w2", device);
+  a.up = projection(w13, w13_row_scale, w13_bias, a.format, "w13", device);
+  a.down = projection(w2, w2_row_scale, w2_bias, a.format, "w2", device);
   s.experts = w13.size(0);
   s.gated = a.activation != Activation::kRelu2;
   s.intermediate = w2.size(2) * kBlockK;
@@ -160,9 +167,9 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, 
 
 void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor> bias, Tensor out, int64_t weight_format, int64_t tile) {
   require(x.is_cuda() && x.dim() == 2, "x must be a CUDA tensor [M, K]");
-  require(weight_format == 0, "weight_format must be 0 (MXFP4)");
+  const Format format = format_of(weight_format);
   const int device = x.get_device_index();
-  const Projection w = projection(packed, row_scale, bias, "packed", device);
+  const Projection w = projection(packed, row_scale, bias, format, "packed", device);
   require(packed.size(0) == 1, "gemm_plain takes one expert");
   require(out.dim() == 2, "out must be [M, N]");
   const int64_t tokens = x.size(0), k = x.size(1), n = out.size(1);
@@ -174,7 +181,7 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   if (tokens == 0) return;
   DeviceGuard guard(device);
   Tensor scratch = torch::stable::new_empty(x, {kPlainScratchBytes}, ScalarType::Byte);
-  run_plain(dtype_of(x, "x"), x.const_data_ptr(), w, out.mutable_data_ptr(), tokens, k, packed.size(2), n, packed.size(1), tile,
+  run_plain(format, dtype_of(x, "x"), x.const_data_ptr(), w, out.mutable_data_ptr(), tokens, k, packed.size(2), n, packed.size(1), tile,
             static_cast<uint8_t*>(scratch.mutable_data_ptr()), current_stream(device));
 }
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from vllm_humming.moe import schedule
+from vllm_humming.moe import measured, schedule
 
 SHAPES = {  # hidden, padded intermediate, experts, top-k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -48,19 +48,33 @@ def test_a_tile_is_legal_and_wider_costs_more(tile):
 @pytest.mark.parametrize(
     ("shape", "tokens", "names"),
     [
-        ("qwen3-30b-a3b", 1, ("64x16", "64x16")),
+        ("qwen3-30b-a3b", 1, ("64x16", "64x32")),
         ("qwen3-30b-a3b", 64, ("64x16", "64x16")),
-        ("qwen3-30b-a3b", 512, ("256x64", "256x64")),
-        ("wide", 8, ("64x16", "64x16")),
-        ("wide", 64, ("256x64", "256x64")),
+        ("qwen3-30b-a3b", 512, ("128x48", "128x48")),
+        ("qwen3-30b-a3b", 4096, ("256x160", "256x160")),
+        ("wide", 8, ("64x16", "64x32")),
+        ("wide", 64, ("128x48", "128x48")),
         ("wide", 512, ("256x160", "256x160")),
+        ("wide", 4096, ("256x160", "256x160")),
         ("few", 512, ("256x128", "256x128")),
-        ("wide", 16384, ("256x160", "256x160")),
+        ("gpt-oss-20b", 64, ("128x48", "128x48")),
+        ("gpt-oss-20b", 512, ("128x96", "128x96")),
         ("gpt-oss-20b", 1024, ("256x160", "256x160")),
     ],
 )
 def test_choice_is_the_fastest_that_was_measured(shape, tokens, names):
     assert chosen(shape, tokens) == names
+
+
+def test_records_name_tiles_and_do_not_overlap():
+    names = {tile.name for tile in schedule.TILES}
+    for record in measured.RECORDS:
+        assert record.tile in names
+        assert record.rows[0] < record.rows[1]
+        middle = sum(record.rows) / 2
+        assert measured.tile_for(record.experts, record.n, record.k, middle) == record.tile
+    assert measured.tile_for(128, 2048, 768, 41) is None
+    assert measured.tile_for(64, 2048, 768, 20) is None
 
 
 def test_expert_parallelism_counts_only_the_rows_that_land_here():

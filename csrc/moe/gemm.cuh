@@ -59,7 +59,7 @@ template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
   // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
   constexpr int kProducerRegisters = (C::kMaxWidth > 128 || C::kCtas > 2) && !kGathers<C, S> ? 40 : 56;
-  extern __shared__ uint8_t shared_raw[];
+  extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {

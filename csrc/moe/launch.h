@@ -6,6 +6,7 @@
 #include <string>
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include "../mma/chunk.h"
 #include "params.h"
 
 namespace vllm_humming {
@@ -44,7 +45,7 @@ struct Tile {
   int blocks, ctas, stages, threads, shared_bytes;
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
   // x_rows: rows that p.x holds, where it is read by tensor copies.
-  void (*launch)(DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
+  void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
 };
 const Tile& tile_at(int64_t index);  // throws std::out_of_range
 int64_t tile_total();

@@ -94,7 +94,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.alpha = a.alpha;
   g.beta = a.beta;
   g.limit = a.limit;
-  up.launch(a.dtype, Stage::kUp, g, entries, most_token_tiles(up, entries, s.experts) * g.column_tiles, stream);
+  up.launch(a.format, a.dtype, Stage::kUp, g, entries, most_token_tiles(up, entries, s.experts) * g.column_tiles, stream);
 
   g.packed = a.down.packed;
   g.row_scale = a.down.row_scale;
@@ -111,7 +111,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.out_columns = g.out_stride = int(s.hidden);
   g.column_tiles = int(blocks(g.row_blocks, down.blocks));
   g.evict_first = local_entries <= s.experts * down.widths.max();
-  down.launch(a.dtype, Stage::kDown, g, entries, most_token_tiles(down, entries, s.experts) * g.column_tiles, stream);
+  down.launch(a.format, a.dtype, Stage::kDown, g, entries, most_token_tiles(down, entries, s.experts) * g.column_tiles, stream);
 
   ReduceParams r = {};
   r.y = w + ws.y;
@@ -154,7 +154,7 @@ void run_layer(const LayerArgs& a, cudaStream_t stream) {
     run_chunk(a, ws, first, std::min(kChunkTokens, a.shape.tokens - first), stream);
 }
 
-void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
+void run_plain(Format format, DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
                int64_t row_blocks, int64_t tile_index, uint8_t* scratch, cudaStream_t stream) {
   const Tile& tile = tile_at(tile_index);
   GemmParams g = {};
@@ -178,7 +178,7 @@ void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64
   plain_tiles<<<1, 256, 0, stream>>>(reinterpret_cast<TokenTile*>(scratch + kAlign), lists, int(tokens), tile.widths);
   check(cudaGetLastError(), "launch plain_tiles");
   launch(settle, 1, 1, 0, stream, 0);
-  tile.launch(dtype, Stage::kDown, g, tokens, token_tiles * g.column_tiles, stream);
+  tile.launch(format, dtype, Stage::kDown, g, tokens, token_tiles * g.column_tiles, stream);
 }
 
 }  // namespace vllm_humming

@@ -19,6 +19,7 @@ struct Projection {
 struct LayerArgs {
   LayerShape shape;
   DType dtype;
+  Format format;
   const void* x;
   const float* topk_weights;
   const int* topk_ids;
@@ -38,7 +39,7 @@ int64_t workspace_bytes(const LayerShape& shape);
 void run_layer(const LayerArgs& args, cudaStream_t stream);
 
 // out[tokens, rows] = x[tokens, k] * W^T for one expert, without activation: the GEMM alone, for tests and benchmarks.
-void run_plain(DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
+void run_plain(Format format, DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
                int64_t row_blocks, int64_t tile, uint8_t* scratch, cudaStream_t stream);
 constexpr int64_t kPlainScratchBytes = 1 << 20;
 

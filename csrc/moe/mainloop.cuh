@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumers' main loop: weights from shared memory to registers, decoded, multiplied with the tokens of the stage.
 #pragma once
+#include "../mma/fp4.cuh"
 #include "../mma/mma_sync.cuh"
-#include "../mma/mxfp4.cuh"
 #include "../mma/wgmma.cuh"
 #include "tile.cuh"
 
 namespace vllm_humming::gemm {
 
 // Addresses of this thread's codes and group scales within a chunk.
+template <typename C>
 struct Fragment {
   uint32_t codes, scales;
-  __device__ __forceinline__ explicit Fragment(int thread) : codes(thread * 16), scales(kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 8) {}
+  __device__ __forceinline__ explicit Fragment(int thread)
+      : codes(thread * 16), scales(kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * Scales<C::kFormat>::kBytes) {}
 };
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -19,15 +21,15 @@ __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i ==
 // A stage's group scales and the codes of its two K halves in registers, read ahead of their use.
 template <typename C>
 struct Codes {
-  uint2 scales[C::kBlocks];
+  Scales<C::kFormat> scales[C::kBlocks];
   uint4 half[2][C::kBlocks];
-  __device__ __forceinline__ void load_half(uint32_t w, const Fragment& at, int h) {
+  __device__ __forceinline__ void load_half(uint32_t w, const Fragment<C>& at, int h) {
 #pragma unroll
-    for (int b = 0; b < C::kBlocks; ++b) half[h][b] = ptx::load_shared_16(w + b * kChunkBytes + h * (kCodeBytes / 2) + at.codes);
+    for (int b = 0; b < C::kBlocks; ++b) half[h][b] = ptx::load_shared_16(w + b * C::kChunkBytes + h * (kCodeBytes / 2) + at.codes);
   }
-  __device__ __forceinline__ void load_scales(uint32_t w, const Fragment& at) {
+  __device__ __forceinline__ void load_scales(uint32_t w, const Fragment<C>& at) {
 #pragma unroll
-    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
+    for (int b = 0; b < C::kBlocks; ++b) scales[b].load(w + b * C::kChunkBytes + at.scales);
   }
 };
 
@@ -37,8 +39,8 @@ struct Codes {
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
-  const Fragment at(thread);
-  const uint32_t weights = s.weights + warpgroup * C::kBlocks * kChunkBytes;
+  const Fragment<C> at(thread);
+  const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes;
   uint32_t a[2][4];
   uint32_t release = 0;
   Codes<C> codes;
@@ -49,7 +51,7 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + ring.at * C::kTokenBytes);
     const int stage = ring.at;
     ring.next();
-    uint2 scales[C::kBlocks];
+    Scales<C::kFormat> scales[C::kBlocks];
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) scales[b] = codes.scales[b];
 #pragma unroll
@@ -66,9 +68,9 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
       for (int unit = 0; unit < 4 * C::kBlocks; ++unit) {
         const int step = unit / C::kBlocks, b = unit % C::kBlocks;
         uint32_t(&fragment)[4] = a[unit % 2];
-        if (step % 2 == 0) {
-          low[b] = GroupFactors<T>(scales[b].x).pair(h * 2 + step / 2);
-          high[b] = GroupFactors<T>(scales[b].y).pair(h * 2 + step / 2);
+        if (step % Scales<C::kFormat>::kSteps == 0) {
+          low[b] = scales[b].template factor<T>(0, h * 4 + step);
+          high[b] = scales[b].template factor<T>(1, h * 4 + step);
         }
         decode<T>(word_of(codes.half[h][b], step), low[b], high[b], fragment);
         ptx::wgmma_fence();
@@ -88,17 +90,17 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
-  const Fragment at(thread);
+  const Fragment<C> at(thread);
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
   const uint32_t row = lane % 8 * 128, chunk = lane / 8, swizzle = lane % 8;
   for (int kb = 0; kb < p.k_blocks; ++kb) {
     ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * kChunkBytes;
+    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * C::kChunkBytes;
     const uint32_t x = s.tokens + ring.at * C::kTokenBytes + row;
-    uint2 scales[C::kBlocks];
+    Scales<C::kFormat> scales[C::kBlocks];
     uint4 codes[C::kBlocks];
 #pragma unroll
-    for (int b = 0; b < C::kBlocks; ++b) scales[b] = ptx::load_shared_8(w + b * kChunkBytes + at.scales);
+    for (int b = 0; b < C::kBlocks; ++b) scales[b].load(w + b * C::kChunkBytes + at.scales);
 #pragma unroll
     for (int group = 0; group < kBlockK / 32; ++group) {
       uint4 tokens[N / 8];
@@ -107,12 +109,12 @@ __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Share
         tokens[j] = ptx::load_matrix_4(x + group / 2 * (C::kMaxWidth * 128) + j * 1024 + (((group % 2 * 4 + chunk) ^ swizzle) << 4));
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
-        if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
-        const uint32_t low = GroupFactors<T>(scales[b].x).pair(group), high = GroupFactors<T>(scales[b].y).pair(group);
+        if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * C::kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          const int step = group * 2 + i;
           uint32_t a[4];
-          decode<T>(word_of(codes[b], group % 2 * 2 + i), low, high, a);
+          decode<T>(word_of(codes[b], step % 4), scales[b].template factor<T>(0, step), scales[b].template factor<T>(1, step), a);
 #pragma unroll
           for (int j = 0; j < N / 8; ++j)
             mma_sync(acc[b] + 4 * j, a, i ? tokens[j].z : tokens[j].x, i ? tokens[j].w : tokens[j].y, T());

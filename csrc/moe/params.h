@@ -22,7 +22,7 @@ struct WidthList {
 };
 
 struct GemmParams {
-  const uint8_t* packed;      // [E, row_blocks, k_blocks, kChunkBytes]
+  const uint8_t* packed;      // [E, row_blocks, k_blocks, chunk_bytes of the format]
   const float* row_scale;     // [E, row_blocks * 64]
   const float* bias;          // the same, or null
   const void* x;              // [tokens, x_stride] where gathered, else [rows, x_stride]

@@ -68,10 +68,10 @@ __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, i
 template <typename C>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage, uint64_t policy) {
   const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
-  const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * kChunkBytes;
+  const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * C::kChunkBytes;
   const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
-  ptx::mbarrier_arrive_expect_tx(full, blocks * kChunkBytes);
-  for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * kChunkBytes, w + size_t(b) * p.k_blocks * kChunkBytes, kChunkBytes, full, policy);
+  ptx::mbarrier_arrive_expect_tx(full, blocks * C::kChunkBytes);
+  for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * C::kChunkBytes, w + size_t(b) * p.k_blocks * C::kChunkBytes, C::kChunkBytes, full, policy);
 }
 
 // One 64-wide K half of tokens whose rows lie together: kBoxRows rows a copy, swizzled by the copy engine.

@@ -19,9 +19,11 @@ struct Widths {
 // How the up GEMM gets its tokens: gathered by row list (cp.async), or from a sorted copy by the tensor copy engine.
 enum class Tokens { kGather, kSorted };
 
-template <int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps, int Narrow, Tokens UpTokens>
+template <Format WeightFormat, int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps, int Narrow, Tokens UpTokens>
 struct TileConfig {
   using W = TokenWidths;
+  static constexpr Format kFormat = WeightFormat;
+  static constexpr int kChunkBytes = chunk_bytes(WeightFormat);
   static constexpr int kWarpgroups = Warpgroups;
   static constexpr int kBlocks = BlocksPerWarpgroup;             // 64-row blocks of a warpgroup
   static constexpr int kTileBlocks = Warpgroups * BlocksPerWarpgroup;
@@ -53,7 +55,7 @@ struct TileConfig {
   static constexpr int kInfos = 2;
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   static constexpr int kSharedBytes =
-      1024 + Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + kInfos * kInfoBytes + (Stages + kInfos) * 16;
+      Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + kInfos * kInfoBytes + (Stages + kInfos) * 16;
 };
 
 namespace gemm {
@@ -66,7 +68,8 @@ struct Shared {
 template <typename C>
 __device__ __forceinline__ Shared carve(uint32_t base) {
   Shared s;
-  s.tokens = (base + 1023) & ~1023u;  // the 128-byte swizzle repeats every 1024 bytes
+  if (base % 1024) __trap();                // the 128-byte swizzle repeats every 1024 bytes
+  s.tokens = base;
   s.weights = s.tokens + C::kStages * C::kTokenBytes;
   s.store = s.weights + C::kStages * C::kWeightBytes;
   s.info = s.store + C::kWarpgroups * 2 * C::kStoreBytes;

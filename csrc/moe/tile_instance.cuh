@@ -21,9 +21,13 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
-template <typename C>
+// Config<F>: the tile's configuration for a weight format.
+template <template <Format> class Config>
 struct TileInstance {
-  static void launch(DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+  template <typename C>
+  static void launch_format(DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+    static_assert(C::kSharedBytes <= 227 * 1024, "tile exceeds the shared memory of a block");
+    static_assert(C::kCtas * (C::kSharedBytes + 1024) <= 228 * 1024, "tiles exceed the shared memory of an SM");
     if (dtype == DType::kBf16) {
       if (stage == Stage::kUp) launch_gemm<__nv_bfloat16, C, Stage::kUp>(p, x_rows, most_tiles, stream);
       else launch_gemm<__nv_bfloat16, C, Stage::kDown>(p, x_rows, most_tiles, stream);
@@ -32,9 +36,12 @@ struct TileInstance {
       else launch_gemm<__half, C, Stage::kDown>(p, x_rows, most_tiles, stream);
     }
   }
+  static void launch(Format format, DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+    if (format == Format::kMxfp4) launch_format<Config<Format::kMxfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
+    else launch_format<Config<Format::kNvfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
+  }
   static constexpr Tile tile() {
-    static_assert(C::kSharedBytes <= 227 * 1024, "tile exceeds the shared memory of a block");
-    static_assert(C::kCtas * (C::kSharedBytes + 1024) <= 228 * 1024, "tiles exceed the shared memory of an SM");
+    using C = Config<Format::kMxfp4>;
     static_assert(C::W::kCount <= WidthList::kMost);
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];

@@ -21,6 +21,14 @@ __device__ __forceinline__ float move(float v) {
   return d;
 }
 
+// One half of a register twice; the compiler folds it into the operand of a packed multiply (.H0_H0, .H1_H1).
+__device__ __forceinline__ uint32_t repeat_half(uint32_t v, int half) {
+  uint32_t d;
+  if (half) asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(v));
+  else asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(v));
+  return d;
+}
+
 // A condition that is the same in all lanes, said so that the compiler keeps what depends on it in uniform registers.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
 

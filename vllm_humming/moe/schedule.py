@@ -8,7 +8,7 @@ real count (csrc/moe/route.cu): any choice made here is correct for any routing.
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
 (docs/kernel-notes.md, "Measured"); tiles run in rounds of SMs x CTAs. Tiles that read sorted tokens
-add the sorting copy.
+add the sorting copy. Where a measurement disagreed, measured.py has the last word.
 """
 
 import argparse
@@ -16,12 +16,16 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from vllm_humming.moe import measured
+
 SMS = 132
 CLOCK_GHZ = 1.75
 COPY_BYTES_PER_SECOND = 2.5e12  # the sorting copy is bound by its writes
-COPY_LATENCY_CYCLES = 4000
-TILE_CYCLES = 1500  # a tile's start
-EPILOGUE_CYCLES = (70, 30)  # up (with its activation) and down, a token width of a 256-row tile
+COPY_LATENCY_CYCLES = 5400
+TILE_CYCLES = 3000  # a tile's start
+EPILOGUE_CYCLES = (26, 36)  # up and down, a token width of a 256-row tile
+# Cost of a round with hardly any tiles, by CTAs an SM: those that run do so undisturbed.
+LAST_ROUND = {1: 1.0, 2: 0.43, 3: 0.5, 4: 0.45}
 # Standard normal quantiles: the rows of an expert under uniform routing are about Poisson.
 _QUANTILES = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
 
@@ -62,13 +66,13 @@ class Tile:
 
 # The order of csrc/moe/tiles.cpp.
 TILES = (
-    Tile("64x16", 1, 4, False, (8, 16), (300, 335)),
-    Tile("64x32", 1, 3, False, (8, 16, 24, 32), (310, 345, 420, 500)),
-    Tile("128x48", 2, 3, True, (16, 32, 40, 48), (290, 305, 320, 340)),
-    Tile("128x64", 2, 2, True, (16, 32, 48, 64), (310, 330, 355, 390)),
-    Tile("128x96", 2, 2, True, (32, 64, 80, 96), (335, 395, 440, 485)),
-    Tile("256x128", 4, 1, True, (32, 64, 96, 128), (345, 400, 480, 590)),
-    Tile("256x160", 4, 1, True, (64, 96, 128, 160), (410, 480, 590, 740)),
+    Tile("64x16", 1, 4, False, (8, 16), (297, 332)),
+    Tile("64x32", 1, 3, False, (8, 16, 24, 32), (308, 342, 417, 496)),
+    Tile("128x48", 2, 3, True, (16, 32, 40, 48), (288, 303, 318, 338)),
+    Tile("128x64", 2, 2, True, (16, 32, 48, 64), (304, 324, 348, 383)),
+    Tile("128x96", 2, 2, True, (32, 64, 80, 96), (359, 424, 472, 520)),
+    Tile("256x128", 4, 1, True, (32, 64, 96, 128), (344, 399, 479, 589)),
+    Tile("256x160", 4, 1, True, (64, 96, 128, 160), (404, 473, 581, 729)),
 )
 
 
@@ -77,15 +81,18 @@ def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int,
     columns = math.ceil(row_blocks / tile.blocks)
     tiles = experts * columns * sum(tile.tiles(r) for r in rows) / len(rows)
     mean = sum(tile.chunk_cycles(r) for r in rows) / sum(tile.tiles(r) for r in rows)
-    # A CTA's share of unequal tiles lies between the mean and the widest tile that occurs.
-    widest = max(tile.chunk_cycles(min(r, tile.widths[-1])) for r in rows)
-    chunk = mean if tile.ctas > 1 else (mean + widest) / 2
+    # CTAs take tiles as they come free; what is left over for the last round keeps only some of an SM's CTAs busy.
     rounds = tiles / (SMS * tile.ctas)
-    if tile.ctas == 1:  # whole rounds, averaged over the spread of the real tile count
-        rounds = (math.ceil(rounds * 0.98) + math.ceil(rounds * 1.02)) / 2
+    rounds = max(1.0, sum(_whole(rounds * spread, LAST_ROUND[tile.ctas]) for spread in (0.98, 1.0, 1.02)) / 3)
     width = sum(tile.padded(r) for r in rows) / sum(tile.tiles(r) for r in rows)
     fixed = TILE_CYCLES + epilogue * width
-    return max(1.0, rounds * tile.ctas) * tile.blocks * (k_blocks * chunk + fixed / 4)
+    return rounds * tile.ctas * tile.blocks * (k_blocks * mean + fixed / 4)
+
+
+def _whole(rounds: float, least: float) -> float:
+    """Rounds, the last one counted as at least `least` of a full one."""
+    full = math.floor(rounds)
+    return full + (least + (1 - least) * (rounds - full) if rounds > full else 0.0)
 
 
 @lru_cache(maxsize=8192)
@@ -135,7 +142,16 @@ def costs(
             tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128), EPILOGUE_CYCLES[1]
         )
         table.append((up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3))
-    choice = tuple(min(range(len(TILES)), key=lambda t: table[t][side]) for side in (0, 1))
+    up_n = intermediate * (2 if gated else 1)
+    recorded = (
+        measured.tile_for(num_experts, up_n, hidden, mean),
+        measured.tile_for(num_experts, hidden, intermediate, mean),
+    )
+    names = [tile.name for tile in TILES]
+    choice = tuple(
+        names.index(name) if name else min(range(len(TILES)), key=lambda t: table[t][side])
+        for side, name in enumerate(recorded)
+    )
     return (choice[0], choice[1]), table
 
 

@@ -3,5 +3,7 @@
 
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_256x128 = TileInstance<TileConfig<2, 2, Widths<32, 64, 96, 128>, 4, 1, 4, 16, Tokens::kSorted>>::tile();
+template <Format F>
+using Config = TileConfig<F, 2, 2, Widths<32, 64, 96, 128>, 4, 1, 4, 16, Tokens::kSorted>;
+extern const Tile tile_256x128 = TileInstance<Config>::tile();
 }  // namespace vllm_humming

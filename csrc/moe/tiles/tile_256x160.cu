@@ -3,5 +3,7 @@
 
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
-extern const Tile tile_256x160 = TileInstance<TileConfig<2, 2, Widths<64, 96, 128, 160>, 3, 1, 4, 0, Tokens::kSorted>>::tile();
+template <Format F>
+using Config = TileConfig<F, 2, 2, Widths<64, 96, 128, 160>, 3, 1, 4, 0, Tokens::kSorted>;
+extern const Tile tile_256x160 = TileInstance<Config>::tile();
 }  // namespace vllm_humming

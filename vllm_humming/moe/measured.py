@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles that beat the cost model's choice when they were measured (H200; benchmarks/layer.py --sweep-tiles).
+
+Few on purpose: a record is worth its line only where the model's choice costs 1.5 % of the layer or more. A record holds
+for the GEMM it names and for the rows an expert that were measured, on any tensor or expert parallel share of that size.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Record:
+    """experts: local experts. n, k: weight rows and reduction of the GEMM, with the
+    intermediate size padded to 128. rows: inclusive
+    range of the mean rows an active expert. tile: name in schedule.TILES."""
+
+    experts: int
+    n: int
+    k: int
+    rows: tuple[float, float]
+    tile: str
+
+
+RECORDS = (
+    Record(128, 1536, 2048, (1, 2.6), "64x16"),
+    Record(128, 2048, 768, (6, 40), "128x48"),
+    Record(32, 4096, 6144, (6, 40), "128x48"),
+    Record(32, 6144, 2048, (1.5, 3.5), "64x32"),
+    Record(32, 2880, 2944, (3, 5), "64x16"),
+    Record(12, 3584, 3072, (1, 2), "64x16"),
+    Record(12, 6144, 3584, (4, 7), "64x16"),
+    Record(12, 6144, 3584, (9, 30), "128x64"),
+)
+
+
+def tile_for(experts: int, n: int, k: int, rows: float) -> str | None:
+    """The recorded tile of a GEMM, or None."""
+    for record in RECORDS:
+        if (record.experts, record.n, record.k) == (experts, n, k) and record.rows[0] <= rows <= record.rows[1]:
+            return record.tile
+    return None
