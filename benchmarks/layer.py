@@ -2,7 +2,7 @@
 """Times the routed-experts op as a CUDA-graph replay over rotating weight sets; needs torch and the kernels, not vLLM.
 
 usage: PYTHONPATH=. python3 benchmarks/layer.py [--shapes ...] [--ms ...] [--routing ...] [--dtype bf16|fp16]
-           [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT] [--out FILE]
+           [--fmt mxfp4|nvfp4] [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT] [--out FILE]
 Prints a table and, with --out, appends one JSON line a point. benchmarks/README.md states the protocol.
 """
 
@@ -23,31 +23,40 @@ from torch import Tensor
 from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.packing import CHUNK_K, CODE_BYTES, PackedProjection, allocate, padded_k
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 MEMORY_RATE = 4.3e12  # bytes / s, measured
 TENSOR_RATE = 690e12  # flop / s, bf16, measured
-# Scale bytes of groups of 2^-10..2^-6, so that the layer's output stays finite.
-SCALE_BYTES = {torch.bfloat16: (243, 248), torch.float16: (19, 24)}
+# Scale bytes of small groups (2^-10..2^-6), so that the layer's output stays finite.
+SCALE_BYTES = {
+    ("mxfp4", torch.bfloat16): (243, 248),
+    ("mxfp4", torch.float16): (19, 24),
+    ("nvfp4", torch.bfloat16): (160, 192),  # times 2^-9, by the row scale below
+    ("nvfp4", torch.float16): (160, 192),
+}
+ROW_SCALE = {"mxfp4": 1.0, "nvfp4": 2.0**-2}
 
 
 class Layer:
     """As many random weight sets of one shape as it takes to read every weight from memory."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: torch.dtype, fmt: str = "mxfp4") -> None:
+        self.name, self.dtype, self.fmt = name, dtype, fmt
         self.hidden, self.intermediate, self.experts, self.top_k = SHAPES[name]
-        self.expert_bytes = 3 * self.hidden * self.intermediate * WEIGHT_BYTES["mxfp4"]
-        self.sets = [self._random_set() for _ in range(weight_sets(name, "mxfp4"))]
+        self.expert_bytes = 3 * self.hidden * self.intermediate * WEIGHT_BYTES[fmt]
+        self.sets = [self._random_set() for _ in range(weight_sets(name, fmt))]
 
     def _random_set(self) -> tuple[PackedProjection, PackedProjection]:
-        make = {"num_experts": self.experts, "has_bias": False, "device": "cuda"}
+        fmt = WEIGHT_FORMATS[self.fmt]
+        make = {"num_experts": self.experts, "has_bias": False, "device": "cuda", "weight_format": fmt}
         w13 = allocate(
             out_features=2 * self.intermediate, in_features=self.hidden, gated=True, pad_rows_to=CHUNK_K, **make
         )
         w2 = allocate(out_features=self.hidden, in_features=self.intermediate, gated=False, **make)
         for p in (w13, w2):
             p.packed.random_(0, 256)
-            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.dtype])
+            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.fmt, self.dtype])
+            p.row_scale.fill_(ROW_SCALE[self.fmt])
         return w13, w2
 
     def batch(self, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,10 +74,12 @@ def launcher(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], tiles: tuple[i
     size = torch.ops.vllm_humming.moe_workspace_bytes(*layer.sizes(x.shape[0]))
     workspace, out = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
 
+    code = WEIGHT_FORMATS[layer.fmt].code
+
     def run() -> None:
         for w13, w2 in layer.sets:
             torch.ops.vllm_humming.moe(
-                x, weights, ids, None, *w13, *w2, workspace, out, 0, 0, 1.0, 0.0, math.inf, False, *tiles
+                x, weights, ids, None, *w13, *w2, workspace, out, code, 0, 1.0, 0.0, math.inf, False, *tiles
             )  # fmt: skip
 
     return run, out
@@ -84,7 +95,7 @@ def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> 
     flops = 6 * tokens * layer.top_k * layer.hidden * layer.intermediate
     floor = max(read / MEMORY_RATE, flops / TENSOR_RATE) * 1e6
     return {
-        "fmt": "mxfp4",
+        "fmt": layer.fmt,
         "dtype": str(layer.dtype).removeprefix("torch."),
         "shape": layer.name,
         "routing": routing,
@@ -102,13 +113,13 @@ def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> 
     }
 
 
-def read_peers(paths: list[Path]) -> dict[str, dict[tuple, float]]:
-    """label -> (shape, routing, m) -> us of whole MXFP4 layers. A record without a routing is uniform."""
+def read_peers(paths: list[Path], fmt: str) -> dict[str, dict[tuple, float]]:
+    """label -> (shape, routing, m) -> us of whole layers of that format. A record without a routing is uniform."""
     peers: dict[str, dict[tuple, float]] = {}
     for path in paths:
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            if "us" in record and "shape" in record and record.get("fmt", "mxfp4") == "mxfp4":
+            if "us" in record and "shape" in record and record.get("fmt", "mxfp4") == fmt:
                 key = (record["shape"].removesuffix("-pad"), record.get("routing", "uniform"), record["m"])
                 peers.setdefault(record.get("label") or record["peer"], {})[key] = record["us"]
     return peers
@@ -174,6 +185,7 @@ def main() -> int:
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--fmt", choices=list(WEIGHT_FORMATS), default="mxfp4")
     parser.add_argument("--tiles", type=tile_pair, metavar="UP,DOWN", help="force these tiles, by name or index")
     parser.add_argument(
         "--sweep-tiles",
@@ -188,12 +200,12 @@ def main() -> int:
     args = parser.parse_args()
     ops.load_kernels()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    peers = read_peers(args.peers)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, MXFP4 x {args.dtype}")
+    peers = read_peers(args.peers, args.fmt)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.fmt.upper()} x {args.dtype}")
     print_header(peers)
     records = []
     for name in args.shapes:
-        layer = Layer(name, dtype)
+        layer = Layer(name, dtype, args.fmt)
         for routing, tokens in product(args.routing, args.ms):
             selected = args.tiles or schedule.select(*layer.sizes(tokens))
             chosen = measure(layer, tokens, routing, selected)

@@ -324,15 +324,6 @@ def test_a_rank_holds_whole_scale_groups_of_nvfp4(tp, expected):
     assert method.maybe_roundup_sizes(2688, 1856 // tp, torch.bfloat16, None) == (2688, expected)
 
 
-def test_nvfp4_on_the_kernel_path_is_refused_by_layer(monkeypatch):
-    from vllm_humming import hardware
-
-    monkeypatch.setattr(hardware, "resolve_backend", lambda options: "kernel")
-    method_for(fake_moe())
-    with pytest.raises(NotImplementedError, match=r"layers\.5\.mlp\.experts: .*kernels do not run NVFP4 experts yet"):
-        method_for(fake_moe(), "nvfp4")
-
-
 def test_sizes_that_cut_a_scale_group_are_refused():
     with engine(), pytest.raises(ValueError, match=r"hidden_size to be a multiple of 32, found 80"):
         build(CT_MXFP4, Sizes(hidden=80))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on a GPU that the kernels decode MXFP4 exactly: identity activations must return the weights bit for bit.
+"""Checks on a GPU that the kernels decode weights exactly: identity activations must return them bit for bit.
 
 usage: PYTHONPATH=. python3 tests/gpu/check_decode.py [--device cpu]
-Every code x every e8m0 byte 0..254, rows that span the whole exact window, every compiled tile, bf16 and fp16. What the
-output dtype cannot hold must come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
+MXFP4: every code x every e8m0 byte 0..254, rows that span the whole exact window. NVFP4: every code x every e4m3 byte,
+zero and subnormals included, in every place. Every compiled tile, bf16 and fp16. What the output dtype cannot hold must
+come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from torch import Tensor
 from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.packing import allocate, pack_expert
-from vllm_humming.moe.quantize import dequantize_mxfp4
+from vllm_humming.moe.quantize import Quantized, dequantize
+from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
 
 SPANS = {torch.bfloat16: 133, torch.float16: 24}
 GUARD_ROWS = 4
@@ -46,33 +48,54 @@ def window_rows(n: int, k: int, span: int, device: str, gen: torch.Generator) ->
     return codes, (top - below).to(torch.uint8)
 
 
-def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tile: int, first: int, tokens: int) -> Tensor:
+def e4m3_every_code_and_byte(device: str) -> tuple[Tensor, Tensor]:
+    """[128, 256]: 2048 groups, every code once, each scale byte 0..126 in every one of the 16 places of a row."""
+    codes = torch.arange(16, device=device).roll(3)
+    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
+    scales = (torch.arange(128, device=device)[:, None] + torch.arange(16, device=device)).remainder(127)
+    return packed.repeat(128, 16), scales.to(torch.uint8)
+
+
+def e4m3_random(n: int, k: int, device: str, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """[n, k] of random codes and scale bytes 0..126."""
+    codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
+    return codes, torch.randint(0, 127, (n, k // 16), generator=gen, device=device, dtype=torch.uint8)
+
+
+def decoded(
+    codes: Tensor, scales: Tensor, fmt: WeightFormat, dtype: torch.dtype, tile: int, first: int, tokens: int
+) -> Tensor:
     """Columns first..first + tokens of the weights as the GEMM returns them for rows of the identity: [tokens, N]."""
     n, k, device = codes.shape[0], codes.shape[1] * 2, codes.device
-    p = allocate(1, n, k, gated=False, has_bias=False, device=device)
-    pack_expert(p, 0, codes, scales, None, gated=False, dtype=dtype, layer="decode")
+    p = allocate(1, n, k, gated=False, has_bias=False, device=device, weight_format=fmt)
+    one = torch.ones((), device=device) if fmt.has_global else None
+    pack_expert(p, 0, codes, scales, None, gated=False, dtype=dtype, layer="decode", global_scale=one)
     x = torch.zeros((tokens, k), dtype=dtype, device=device)
     x[torch.arange(tokens), torch.arange(first, first + tokens)] = 1
     out = torch.full((tokens + GUARD_ROWS, n), math.nan, dtype=dtype, device=device)
-    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out[:tokens], 0, tile)
+    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out[:tokens], fmt.code, tile)
     if not bool(out[tokens:].isnan().all()):
         raise AssertionError("wrote behind out")
     return out[:tokens]
 
 
-def wrong(codes: Tensor, scales: Tensor, dtype: torch.dtype, tile: int, first: int, tokens: int) -> str:
+def wrong(
+    codes: Tensor, scales: Tensor, fmt: WeightFormat, dtype: torch.dtype, tile: int, first: int, tokens: int
+) -> str:
     """Empty when every value is exact, else a description of the first that is not."""
-    want = dequantize_mxfp4(codes, scales, torch.float64)[:, first : first + tokens].T.to(dtype)
-    got = decoded(codes, scales, dtype, tile, first, tokens)
+    one = torch.ones((), device=codes.device) if fmt.has_global else None
+    weights = dequantize(Quantized(codes, scales, one), fmt, torch.float64)
+    want = weights[:, first : first + tokens].T.to(dtype)
+    got = decoded(codes, scales, fmt, dtype, tile, first, tokens)
     bad = got.ne(want) | got.isnan()
     if not bool(bad.any()):
         return ""
     token, row = bad.nonzero()[0].tolist()
     k = first + token
     byte = int(codes[row, k // 2])
-    code, scale = byte >> 4 if k % 2 else byte & 15, int(scales[row, k // 32])
+    code, scale = byte >> 4 if k % 2 else byte & 15, int(scales[row, k // fmt.group_k])
     return (
-        f"{int(bad.sum())} of {bad.numel()} values; row {row}, k {k}, code {code}, e8m0 {scale}: "
+        f"{int(bad.sum())} of {bad.numel()} values; row {row}, k {k}, code {code}, scale byte {scale}: "
         f"{got[token, row].item()} instead of {want[token, row].item()}"
     )
 
@@ -87,19 +110,22 @@ def main() -> int:
     failures = 0
     for dtype, span in SPANS.items():
         cases = {
-            "every code x byte": every_code_and_byte(device),
-            "bytes in every place": permuted_bytes(device, gen),
-            "window rows 192x288": window_rows(192, 288, span, device, gen),
-            "window rows 736x2880": window_rows(736, 2880, span, device, gen),
-            "window rows 2880x736": window_rows(2880, 736, span, device, gen),
+            "every code x byte": (MXFP4, *every_code_and_byte(device)),
+            "bytes in every place": (MXFP4, *permuted_bytes(device, gen)),
+            "window rows 192x288": (MXFP4, *window_rows(192, 288, span, device, gen)),
+            "window rows 736x2880": (MXFP4, *window_rows(736, 2880, span, device, gen)),
+            "window rows 2880x736": (MXFP4, *window_rows(2880, 736, span, device, gen)),
+            "e4m3 every code x byte": (NVFP4, *e4m3_every_code_and_byte(device)),
+            "e4m3 rows 736x2880": (NVFP4, *e4m3_random(736, 2880, device, gen)),
+            "e4m3 rows 2880x736": (NVFP4, *e4m3_random(2880, 736, device, gen)),
         }
-        for name, (codes, scales) in cases.items():
+        for name, (fmt, codes, scales) in cases.items():
             k = codes.shape[1] * 2
             values = 0
             for tile in range(len(schedule.TILES)):
                 for first, tokens in ((0, k), (k - 13, 13), (1, 1)):
                     values += tokens * codes.shape[0]
-                    problem = wrong(codes, scales, dtype, tile, first, tokens)
+                    problem = wrong(codes, scales, fmt, dtype, tile, first, tokens)
                     if problem:
                         failures += 1
                         print(f"FAIL {name} {dtype} tile {schedule.TILES[tile].name} tokens {tokens}: {problem}")

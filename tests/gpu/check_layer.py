@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the whole layer on a GPU against the float64 oracle; needs torch and the compiled kernels, not vLLM.
 
-usage: PYTHONPATH=. python3 tests/gpu/check_layer.py [--quick] [--only GROUP ...] [--device cpu]
+usage: PYTHONPATH=. python3 tests/gpu/check_layer.py [--quick] [--formats mxfp4 nvfp4] [--only GROUP ...] [--device cpu]
 Prints one line a group with its worst relative Frobenius error, and every failure; exits 1 if there was one.
 --device cpu runs the small cases on the reference, to check this script itself.
 """
@@ -30,6 +30,7 @@ from report import Report
 from benchmarks.routing import route
 from vllm_humming import ops
 from vllm_humming.moe import schedule
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
@@ -70,7 +71,7 @@ def shapes_group(report: Report, args: argparse.Namespace) -> None:
             continue
         for dtype_name, dtype in DTYPES.items():
             report.begin(f"{name} {dtype_name}")
-            layer = make_layer(shape, dtype, args.device)
+            layer = make_layer(shape, dtype, args.device, weight_format=args.format)
             for m in QUICK_TOKENS if args.quick else TOKENS:
                 report.case(f"M={m}", lambda m=m, layer=layer: check(layer, m))
             report.end()
@@ -81,7 +82,7 @@ def activations_group(report: Report, args: argparse.Namespace) -> None:
     for spec in SPECS:
         for bias in (False, True):
             for dtype_name, dtype in DTYPES.items():
-                layer = make_layer(Shape(736, 352, 5, 3, spec, bias), dtype, args.device)
+                layer = make_layer(Shape(736, 352, 5, 3, spec, bias), dtype, args.device, weight_format=args.format)
                 for m in (1, 33, 200):
                     for scale in (1.0, 6.0):  # 6: most gates pass the limits
                         name = f"{spec} bias={int(bias)} {dtype_name} M={m} x{scale:g}"
@@ -93,7 +94,7 @@ def row_scales_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("row scales (scales > 2)")
     for spec in ("relu2", "silu"):
         for dtype_name, dtype in DTYPES.items():
-            layer = make_layer(Shape(736, 160, 5, 3, spec), dtype, args.device, boost=9)
+            layer = make_layer(Shape(736, 160, 5, 3, spec), dtype, args.device, boost=9, weight_format=args.format)
             require(bool((layer.w13.row_scale > 1).any()), "this layer was meant to need row scales")
             for m in (1, 40):
                 name = f"{spec} {dtype_name} M={m}"
@@ -104,7 +105,7 @@ def row_scales_group(report: Report, args: argparse.Namespace) -> None:
 def ids_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("ids")
     device = args.device
-    layers = [make_layer(s, torch.bfloat16, device) for s in (SMALL, MIDDLE)]
+    layers = [make_layer(s, torch.bfloat16, device, weight_format=args.format) for s in (SMALL, MIDDLE)]
 
     def some(x, weights, ids):
         ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
@@ -157,7 +158,8 @@ def router_weight_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("router weight on input")
     for top_k in (1, 3):
         for spec in ("silu", "swigluoai", "relu2"):
-            layer = make_layer(Shape(736, 160, 5, top_k, spec, bias=True), torch.bfloat16, args.device)
+            shape = Shape(736, 160, 5, top_k, spec, bias=True)
+            layer = make_layer(shape, torch.bfloat16, args.device, weight_format=args.format)
             for m in (1, 33, 300):
                 name = f"top-{top_k} {spec} M={m}"
                 report.case(name, lambda m=m, layer=layer: check(layer, m, router_weight_on_input=True))
@@ -180,7 +182,7 @@ def check_nan(layer: Layer, tokens: int) -> float:
 def nan_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("NaN tokens")
     for spec in SPECS:
-        layer = make_layer(Shape(736, 160, 5, 3, spec), torch.bfloat16, args.device)
+        layer = make_layer(Shape(736, 160, 5, 3, spec), torch.bfloat16, args.device, weight_format=args.format)
         for m in (2, 40, 400):
             report.case(f"{spec} M={m}", lambda m=m, layer=layer: check_nan(layer, m))
     report.end()
@@ -194,7 +196,7 @@ def routing_group(report: Report, args: argparse.Namespace) -> None:
 
     shapes = [SMALL] if args.device == "cpu" else [SMALL, SHAPES["qwen3-30b-a3b"], SHAPES["seed2"]]
     for shape in shapes:
-        layer = make_layer(shape, torch.bfloat16, args.device)
+        layer = make_layer(shape, torch.bfloat16, args.device, weight_format=args.format)
         for m in (64, 1000) if args.quick or args.device == "cpu" else (9, 64, 257, 1000, 4096):
             for kind in ("zipf", "one-hot", "balanced"):
                 report.case(f"{kind} M={m} H={shape.hidden}", lambda m=m, k=kind, layer=layer: check(layer, m, k))
@@ -206,7 +208,7 @@ def tiles_group(report: Report, args: argparse.Namespace) -> None:
     report.begin("every tile in each GEMM")
     for shape in (SMALL, MIDDLE, Shape(2688, 1856, 4, 2, "relu2")):
         for dtype_name, dtype in DTYPES.items():
-            layer = make_layer(shape, dtype, args.device)
+            layer = make_layer(shape, dtype, args.device, weight_format=args.format)
             for m in (1, 17, 600) if args.quick else (1, 7, 17, 65, 130, 600, 2049):
                 chosen = selected_tiles(layer, m)
                 pairs = [(t, chosen[1]) for t in range(len(schedule.TILES))]
@@ -221,7 +223,7 @@ def large_group(report: Report, args: argparse.Namespace) -> None:
     if args.device == "cpu" or args.quick:
         return
     report.begin("large batches")
-    layer = make_layer(Shape(2048, 768, 16, 8), torch.bfloat16, args.device)
+    layer = make_layer(Shape(2048, 768, 16, 8), torch.bfloat16, args.device, weight_format=args.format)
     for m in (16383, 16385, 40000, 131072):
         for kind in ("uniform", "one-hot"):
             report.case(f"M={m} {kind}", lambda m=m, k=kind: check(layer, m, k))
@@ -233,7 +235,7 @@ def graphs_group(report: Report, args: argparse.Namespace) -> None:
         return
     report.begin("graph replay equals eager")
     for shape in (MIDDLE, SHAPES["qwen3-30b-a3b"], SHAPES["gpt-oss-20b"]):
-        layer = make_layer(shape, torch.bfloat16, args.device)
+        layer = make_layer(shape, torch.bfloat16, args.device, weight_format=args.format)
         report.case(f"H={shape.hidden}", lambda layer=layer: replay_equals_eager(layer, args.quick))
     report.end()
 
@@ -295,13 +297,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes, about a fifth of the time")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
     args = parser.parse_args()
     if args.device == "cuda":
         ops.load_kernels()
         torch.cuda.init()
     report = Report()
-    for name in args.only:
-        GROUPS[name](report, args)
+    for weight_format in args.formats:
+        print(weight_format, flush=True)
+        args.format = WEIGHT_FORMATS[weight_format]
+        for name in args.only:
+            GROUPS[name](report, args)
     print(f"{len(report.failures)} failures in {report.seconds():.0f} s")
     return 1 if report.failures else 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random MXFP4 layers, poisoned runs of the op, and the comparison with the float64 oracle."""
+"""Random layers in both weight formats, poisoned runs of the op, and the comparison with the float64 oracle."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from vllm_humming.moe import schedule
 from vllm_humming.moe.packing import CHUNK_K, PackedProjection, allocate, pack_expert
-from vllm_humming.moe.quantize import dequantize_mxfp4
+from vllm_humming.moe.quantize import Quantized, dequantize
 from vllm_humming.moe.reference import Activation, oracle_moe
+from vllm_humming.moe.weight_formats import MXFP4, WeightFormat
 
 # Relative Frobenius error of a whole layer, and of its worst token (a wrong token must not drown in a large batch).
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -43,6 +44,7 @@ class Layer:
     dtype: torch.dtype
     w13: PackedProjection
     w2: PackedProjection
+    weight_format: WeightFormat
     dense: tuple  # w13, b13, w2, b2: a list of float32 tensors an expert, or None
 
     @property
@@ -50,33 +52,62 @@ class Layer:
         return SPECS[self.shape.spec]
 
 
-def make_layer(shape: Shape, dtype: torch.dtype, device: str, *, seed: int = 0, boost: int = 0) -> Layer:
+def random_weights(
+    n: int, k: int, weight_format: WeightFormat, gen: torch.Generator, boost: int, parts: int = 1
+) -> tuple[Quantized, Tensor | None]:
+    """(random FP4 weights [n, k] of about unit gain times 2^boost, their global scales [n] or None).
+
+    parts: rows in as many equal parts, interleaved or not, have global scales of their own.
+    """
+    device = gen.device
+    codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
+    groups = (n, k // weight_format.group_k)
+    if weight_format is MXFP4:
+        middle = round(127 - math.log2(3.9 * k**0.5)) + boost
+        scales = torch.randint(middle - 1, middle + 2, groups, generator=gen, device=device, dtype=torch.uint8)
+        return Quantized(codes, scales, None), None
+    scales = torch.randint(0x28, 0x38, groups, generator=gen, device=device, dtype=torch.uint8)  # 0.25 to 1
+    scales[torch.rand(groups, generator=gen, device=device) < 0.02] = 0
+    scales[torch.rand(groups, generator=gen, device=device) < 0.02] = 3  # a subnormal
+    gain = 2.0**boost / (2.0 * k**0.5)
+    own = gain * (1 + torch.arange(parts, device=device, dtype=torch.float32)) / parts
+    return Quantized(codes, scales, own[0]), own
+
+
+def make_layer(
+    shape: Shape, dtype: torch.dtype, device: str, *, seed: int = 0, boost: int = 0, weight_format: WeightFormat = MXFP4
+) -> Layer:
     """A layer of about unit gain. boost: weights times 2^boost, which needs row scales from 2^9 on."""
     gen = torch.Generator(device=device).manual_seed(seed)
     act = SPECS[shape.spec]["activation"]
     rows = shape.intermediate * (2 if act.gated else 1)
-    make = {"num_experts": shape.experts, "has_bias": shape.bias, "device": device}
+    make = {"num_experts": shape.experts, "has_bias": shape.bias, "device": device, "weight_format": weight_format}
     w13 = allocate(out_features=rows, in_features=shape.hidden, gated=act.gated, pad_rows_to=CHUNK_K, **make)
     w2 = allocate(out_features=shape.hidden, in_features=shape.intermediate, gated=False, **make)
     dense: tuple[list, list, list, list] = ([], [], [], [])
-    interleaved = shape.spec == "swigluoai"
     for i, (p, n, k, gated) in enumerate(
         [(w13, rows, shape.hidden, act.gated), (w2, shape.hidden, shape.intermediate, False)]
     ):
-        middle = round(127 - math.log2(3.9 * k**0.5)) + boost
+        order = "interleaved" if gated and shape.spec == "swigluoai" else "packed"
         for expert in range(shape.experts):
-            codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
-            scales = torch.randint(
-                middle - 1, middle + 2, (n, k // 32), generator=gen, device=device, dtype=torch.uint8
-            )
+            quantized, own = random_weights(n, k, weight_format, gen, boost, 2 if gated else 1)
+            per_row = None
+            if own is not None:
+                per_row = own.repeat(n // len(own)) if order == "interleaved" else own.repeat_interleave(n // len(own))
             bias = torch.randn(n, generator=gen, device=device) * 2.0**boost if shape.bias else None
-            order = "interleaved" if gated and interleaved else "packed"
-            pack_expert(p, expert, codes, scales, bias, gated=gated, gate_up=order, dtype=dtype, layer="layer")
-            w = dequantize_mxfp4(codes, scales, torch.float32)
+            pack_expert(
+                p, expert, quantized.codes, quantized.scales, bias, gated=gated, gate_up=order, dtype=dtype,
+                layer="layer", global_scale=per_row,
+            )  # fmt: skip
+            if per_row is None:
+                w = dequantize(quantized, weight_format, torch.float32)
+            else:
+                one = quantized._replace(global_scale=torch.ones_like(per_row[0]))
+                w = (dequantize(one, weight_format, torch.float64) * per_row[:, None].double()).float()
             dense[2 * i].append(torch.cat([w[0::2], w[1::2]]) if order == "interleaved" else w)
             if bias is not None:
                 dense[2 * i + 1].append(torch.cat([bias[0::2], bias[1::2]]) if order == "interleaved" else bias)
-    return Layer(shape, dtype, w13, w2, tuple(part or None for part in dense))
+    return Layer(shape, dtype, w13, w2, weight_format, tuple(part or None for part in dense))
 
 
 def guarded(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -109,8 +140,9 @@ def selected_tiles(layer: Layer, tokens: int, top_k: int | None = None) -> tuple
 def launch(layer, x, weights, ids, out, workspace, tiles, expert_map=None, router_weight_on_input=False) -> None:
     """One call of the op, nothing around it."""
     o = {"alpha": 1.0, "beta": 0.0, "limit": math.inf} | layer.options
+    code = layer.weight_format.code
     torch.ops.vllm_humming.moe(
-        x, weights, ids, expert_map, *layer.w13, *layer.w2, workspace, out, 0, int(o["activation"]),
+        x, weights, ids, expert_map, *layer.w13, *layer.w2, workspace, out, code, int(o["activation"]),
         o["alpha"], o["beta"], o["limit"], router_weight_on_input, *tiles,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ memcheck takes half a minute; for racecheck, which is far slower, --few runs eve
 """
 
 import argparse
+from itertools import product
 
 import torch
 from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, workspace_for
@@ -14,6 +15,7 @@ from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, work
 from benchmarks.routing import route
 from vllm_humming import ops
 from vllm_humming.moe import schedule
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 TOKENS = (1, 37, 200)
 ROUTED = 3000  # enough rows for the routing of large batches
@@ -27,9 +29,9 @@ def main() -> None:
     ops.load_kernels()
     gen = torch.Generator(device="cuda").manual_seed(0)
     runs = 0
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, fmt in product((torch.bfloat16, torch.float16), WEIGHT_FORMATS.values()):
         for spec in SPECS:
-            layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda")
+            layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda", weight_format=fmt)
             every_tile = [(t, t) for t in range(len(schedule.TILES))] if spec in thorough else []
             for tokens in TOKENS[1:2] if few else TOKENS:
                 x = batch(tokens, layer, gen)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles that beat the cost model's choice when they were measured (H200; benchmarks/layer.py --sweep-tiles).
 
-Few on purpose: a record is worth its line only where the model's choice costs 1.5 % of the layer or more. A record holds
-for the GEMM it names and for the rows an expert that were measured, on any tensor or expert parallel share of that size.
+Few on purpose: a record is worth its line only where the model's choice costs 1.5 % of the layer or more. A record
+holds for the GEMM it names and for the rows an expert that were measured, on any parallel share of that size.
 """
 
 from dataclasses import dataclass

@@ -18,16 +18,12 @@ from vllm_humming import __version__, compat, hardware
 from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.packing import CHUNK_K, PackedProjection
-from vllm_humming.moe.weight_formats import MXFP4, WeightFormat
 from vllm_humming.options import HummingOptions
 from vllm_humming.quant_methods import dummy
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
 from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
 
 logger = compat.logger(__name__)
-
-# What the compiled kernels decode; the reference runs every format.
-KERNEL_FORMATS: tuple[WeightFormat, ...] = (MXFP4,)
 
 _PLACEHOLDER_DTYPES = {
     "codes": torch.uint8,
@@ -71,11 +67,6 @@ class HummingMoEMethod(FusedMoEMethodBase):
         self._refuse_unsupported()
         self.backend = hardware.resolve_backend(options)
         self.weight_format = scheme.weight_format
-        if self.backend == "kernel" and self.weight_format not in KERNEL_FORMATS:
-            raise NotImplementedError(
-                f"{layer_name}: the vllm-humming kernels do not run {self.weight_format.label} experts yet; leave out "
-                "--quantization humming to use vLLM's own method"
-            )
         self.weight_dtype = self.weight_format.name  # vLLM's gpt-oss loader asks for it
         _Tally.add(layer_name, self.weight_format.label)
 
