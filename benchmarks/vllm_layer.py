@@ -21,6 +21,9 @@ import torch
 from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
 from routing import ROUTINGS, route
 
+# Of this plugin's packed chunks, by their bytes: scale bytes of the same sizes.
+PACKED_SCALES = {4352: (244, 248), 4608: (152, 168)}
+
 
 def checkpoint_config(fmt):
     """The quantization_config of a compressed-tensors checkpoint with weight-only experts."""
@@ -43,7 +46,10 @@ def checkpoint_config(fmt):
 def fill(layer):
     """Random codes, scales of 2^-9..2^-6 (MXFP4) or about 1 (NVFP4), global scales 1."""
     for name, param in layer.named_parameters():
-        if param.dtype == torch.uint8 and "scale" in name:
+        if param.dim() == 4 and param.shape[-1] in PACKED_SCALES:
+            param.data.random_(0, 256)
+            param.data[..., 4096:].random_(*PACKED_SCALES[param.shape[-1]])
+        elif param.dtype == torch.uint8 and "scale" in name:
             param.data.random_(118, 122)
         elif param.dtype == torch.uint8:
             param.data.random_(0, 256)
