@@ -21,7 +21,7 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
-// Config<F>: the tile's configuration for a weight format.
+// Config<F>: the tile's configuration for a weight format. Each tile's has a name of its own: it is part of the linker's name of launch().
 template <template <Format> class Config>
 struct TileInstance {
   template <typename C>
