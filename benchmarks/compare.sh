@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Times this plugin, Marlin and vLLM's in-tree humming in one run: whole layers, then the engine. Needs an SM90 GPU and an environment
-# with vLLM and this package. About ten minutes, most of it engine starts; the first file is complete after about three.
+# with vLLM and this package. About eight minutes; the first file is complete after about two.
 #
 #     bash benchmarks/compare.sh OUT_DIR
 #
@@ -16,8 +16,19 @@ tokens=(1 8 64 512 4096)
 VLLM_PLUGINS="" "$python" "$here/vllm_layer.py" compressed-tensors marlin --ms "${tokens[@]}" --out "$out/layers.jsonl"
 VLLM_PLUGINS="" "$python" "$here/vllm_layer.py" humming in-tree-humming --ms "${tokens[@]}" --out "$out/layers.jsonl"
 
+# The engines start together, which is most of their time, and are measured one after the other.
 export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
 "$python" "$here/engine.py" --config "$out/model"
-"$python" "$here/engine.py" "$out/model" '{"quantization": "humming"}' "$out/engine.jsonl" vllm-humming
-VLLM_PLUGINS="" "$python" "$here/engine.py" "$out/model" '{}' "$out/engine.jsonl" marlin
-VLLM_PLUGINS="" "$python" "$here/engine.py" "$out/model" '{"quantization": "humming"}' "$out/engine.jsonl" in-tree-humming
+engine() {  # LABEL LLM_ARGUMENTS
+    VLLM_CACHE_ROOT=$(mktemp -d) "$python" "$here/engine.py" "$out/model" \
+        "{\"gpu_memory_utilization\": 0.3, \"kv_cache_memory_bytes\": 8000000000$2}" "$out/engine.jsonl" "$1" "$out/lock" \
+        > "$out/engine-$1.log" 2>&1
+}
+engine vllm-humming ', "quantization": "humming"' &
+ours=$!
+VLLM_PLUGINS="" engine marlin '' &
+marlin=$!
+VLLM_PLUGINS="" engine in-tree-humming ', "quantization": "humming"' &
+in_tree=$!
+wait $ours && wait $marlin && wait $in_tree
+cat "$out/engine.jsonl"

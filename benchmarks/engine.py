@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode and prefill rates of the whole engine on dummy weights.
 
-usage: engine.py MODEL_DIR '{"LLM argument": value, ...}' OUT.jsonl LABEL
+usage: engine.py MODEL_DIR '{"LLM argument": value, ...}' OUT.jsonl LABEL [LOCK]
        engine.py --config DIR    write a config.json of Qwen3-30B-A3B's sizes with MXFP4 experts
 MODEL_DIR needs a config.json only. Each batch size: prompts of 128 random tokens, 64 decode steps, ignore_eos, CUDA
 graphs on; the time of the steps is the difference to the same batch with one new token. Then a prefill-only case. Set
-VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random: dummy weights route degenerately.
+VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random: dummy weights route degenerately. With LOCK, a file, the rates are
+measured while holding its lock: several engines can then start at once and be measured one after the other.
 """
 
+import fcntl
 import json
+import os
 import random
 import sys
 import time
@@ -96,10 +99,10 @@ def main() -> int:
     if sys.argv[1:2] == ["--config"] and len(sys.argv) == 3:
         write_config(Path(sys.argv[2]))
         return 0
-    if len(sys.argv) != 5:
+    if len(sys.argv) not in (5, 6):
         print(__doc__, file=sys.stderr)
         return 2
-    model, options, path, label = sys.argv[1:]
+    model, options, path, label, *lock = sys.argv[1:]
     from vllm import LLM
 
     arguments = dict(
@@ -112,10 +115,12 @@ def main() -> int:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
     )
-    with open(path, "a") as out:
+    with open(path, "a") as out, open(lock[0] if lock else os.devnull, "a") as turn:
         start = time.time()
         llm = LLM(model=model, **arguments | json.loads(options))
         print("LOAD", round(time.time() - start, 1), flush=True)
+        if lock:
+            fcntl.flock(turn, fcntl.LOCK_EX)
         for record in rates(llm):
             line = json.dumps(dict(label=label) | record)
             print(line, flush=True)

@@ -50,7 +50,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
       skip_tile<C>(p, s, ring);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    if (kEveryReaderArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
   }
 }
@@ -59,16 +59,17 @@ template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
   // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
   constexpr int kProducerRegisters = (C::kMaxWidth > 128 || C::kCtas > 2) && !kGathers<C, S> ? 40 : 56;
+  constexpr int kLoaderThreads = 1 + C::kTokenWarps * (kGathers<C, S> ? 32 : 1);
   extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(s.full + i * 8, 1 + (kGathers<C, S> ? 32 * C::kTokenWarps : 2));
+      ptx::mbarrier_init(s.full + i * 8, 1 + (kGathers<C, S> ? 32 * C::kTokenWarps : 2));  // sorted: one a K half
       ptx::mbarrier_init(s.empty + i * 8, C::kConsumers / 32);
     }
     for (int i = 0; i < C::kInfos; ++i) {
       ptx::mbarrier_init(s.info_full + i * 8, 1);
-      ptx::mbarrier_init(s.info_empty + i * 8, C::kConsumers / 32);
+      ptx::mbarrier_init(s.info_empty + i * 8, kEveryReaderArrives ? C::kConsumers + kLoaderThreads : C::kConsumers / 32);
     }
     ptx::mbarrier_init_fence();
   }

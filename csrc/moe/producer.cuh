@@ -114,6 +114,8 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
       f(tile, block0, info, kb, ring.at);
       ring.next();
     }
+    // Otherwise the consumers answer for the loaders too: they end a tile only after its last stage has arrived.
+    if (kEveryReaderArrives) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
   }
 }

@@ -3,11 +3,13 @@
 
 usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 \\
            python3 tests/gpu/run_each_kernel.py [--few]
-memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size.
+memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size. It needs
+--library with a build made by NVCC_APPEND_FLAGS=-DVLLM_HUMMING_RACECHECK (csrc/moe/tile.cuh says why).
 """
 
 import argparse
 from itertools import product
+from pathlib import Path
 
 import torch
 from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, workspace_for
@@ -24,7 +26,11 @@ ROUTED = 3000  # enough rows for the routing of large batches
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--few", action="store_true", help="one batch size, every tile with one activation only")
-    few = parser.parse_args().few
+    parser.add_argument("--library", type=Path, help="kernels to load instead of the package's")
+    args = parser.parse_args()
+    few = args.few
+    if args.library:
+        ops.LIBRARY_PATH = args.library.resolve()
     thorough = ("silu",) if few else ("silu", "relu2")
     ops.load_kernels()
     gen = torch.Generator(device="cuda").manual_seed(0)
