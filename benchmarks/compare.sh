@@ -21,9 +21,10 @@ export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
 "$python" "$here/engine.py" --config "$out/model"
 engine() {  # LABEL LLM_ARGUMENTS
     VLLM_CACHE_ROOT=$(mktemp -d) "$python" "$here/engine.py" "$out/model" \
-        "{\"gpu_memory_utilization\": 0.3, \"kv_cache_memory_bytes\": 8000000000$2}" "$out/engine.jsonl" "$1" "$out/lock" \
+        "{\"gpu_memory_utilization\": 0.3, \"kv_cache_memory_bytes\": 8000000000$2}" "$out/engine.jsonl" "$1" "$out/lock" 3 \
         > "$out/engine-$1.log" 2>&1
 }
+rm -f "$out/lock"
 engine vllm-humming ', "quantization": "humming"' &
 ours=$!
 VLLM_PLUGINS="" engine marlin '' &

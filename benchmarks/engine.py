@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode and prefill rates of the whole engine on dummy weights.
 
-usage: engine.py MODEL_DIR '{"LLM argument": value, ...}' OUT.jsonl LABEL [LOCK]
+usage: engine.py MODEL_DIR '{"LLM argument": value, ...}' OUT.jsonl LABEL [LOCK ENGINES]
        engine.py --config DIR    write a config.json of Qwen3-30B-A3B's sizes with MXFP4 experts
 MODEL_DIR needs a config.json only. Each batch size: prompts of 128 random tokens, 64 decode steps, ignore_eos, CUDA
 graphs on; the time of the steps is the difference to the same batch with one new token. Then a prefill-only case. Set
 VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random: dummy weights route degenerately. With LOCK, a file, the rates are
-measured while holding its lock: several engines can then start at once and be measured one after the other.
+measured once ENGINES engines have loaded, while holding its lock: they start at once and are measured in turn.
 """
 
 import fcntl
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 STEPS = 64
 QWEN3_30B_A3B = dict(
@@ -95,11 +96,19 @@ def rates(llm) -> Iterator[dict]:
     yield dict(kind="prefill", tokens=tokens, tok_s=round(tokens / best_seconds(llm, rng, 16, 2048, 1)))
 
 
+def wait_for_others(lock: TextIO, engines: int) -> None:
+    """Returns, holding the lock, when as many engines have come here; the lock file has a line for each."""
+    print(os.getpid(), file=lock, flush=True)
+    while len(Path(lock.name).read_text().splitlines()) < engines:
+        time.sleep(0.2)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--config"] and len(sys.argv) == 3:
         write_config(Path(sys.argv[2]))
         return 0
-    if len(sys.argv) not in (5, 6):
+    if len(sys.argv) not in (5, 7):
         print(__doc__, file=sys.stderr)
         return 2
     model, options, path, label, *lock = sys.argv[1:]
@@ -120,7 +129,7 @@ def main() -> int:
         llm = LLM(model=model, **arguments | json.loads(options))
         print("LOAD", round(time.time() - start, 1), flush=True)
         if lock:
-            fcntl.flock(turn, fcntl.LOCK_EX)
+            wait_for_others(turn, int(lock[1]))
         for record in rates(llm):
             line = json.dumps(dict(label=label) | record)
             print(line, flush=True)
