@@ -50,7 +50,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
       skip_tile<C>(p, s, ring);
     }
     __syncwarp();
-    if (kEveryReaderArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    if (kEveryThreadArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
   }
 }
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
       ptx::mbarrier_init(s.empty + i * 8, C::kConsumers / 32);
     }
     for (int i = 0; i < C::kInfos; ++i) {
-      ptx::mbarrier_init(s.info_full + i * 8, 1);
-      ptx::mbarrier_init(s.info_empty + i * 8, kEveryReaderArrives ? C::kConsumers + kLoaderThreads : C::kConsumers / 32);
+      ptx::mbarrier_init(s.info_full + i * 8, kEveryThreadArrives ? 32 : 1);
+      ptx::mbarrier_init(s.info_empty + i * 8, kEveryThreadArrives ? C::kConsumers + kLoaderThreads : C::kConsumers / 32);
     }
     ptx::mbarrier_init_fence();
   }

@@ -33,7 +33,10 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
     ptx::store_shared_4(info.block(), block0);
   }
   __syncwarp();
-  if (lane > 0) return;
+  if (lane > 0) {
+    if (kEveryThreadArrives) ptx::mbarrier_arrive(full);
+    return;
+  }
   if (tile.expert < 0) return ptx::mbarrier_arrive(full);
   const uint32_t bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
   const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
@@ -115,7 +118,7 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
       ring.next();
     }
     // Otherwise the consumers answer for the loaders too: they end a tile only after its last stage has arrived.
-    if (kEveryReaderArrives) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    if (kEveryThreadArrives) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
   }
 }

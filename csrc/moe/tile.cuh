@@ -111,12 +111,12 @@ struct Ring {
   }
 };
 
-// compute-sanitizer's racecheck does not follow what an elected lane's arrival orders after __syncwarp, nor a chain of two barriers: a build
-// with this macro lets every reader of a tile info arrive on its own.
+// compute-sanitizer's racecheck does not follow what an elected lane's arrival orders after __syncwarp, nor a chain of two barriers: in a
+// build with this macro every thread that writes or reads a tile info arrives on its own.
 #ifdef VLLM_HUMMING_RACECHECK
-constexpr bool kEveryReaderArrives = true;
+constexpr bool kEveryThreadArrives = true;
 #else
-constexpr bool kEveryReaderArrives = false;
+constexpr bool kEveryThreadArrives = false;
 #endif
 
 template <typename C, Stage S>
