@@ -27,11 +27,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vllm_humming.moe.packing import E2M1_VALUES
+from vllm_humming.moe import quantize
 from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
+from vllm_humming.moe.weight_formats import NVFP4
 
 FORMATS = ("bf16", "mxfp4", "nvfp4")
-NVFP4_GROUP = 16
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 EXPERT = re.compile(r"(?P<expert>.*\.experts\.\d+)\.(?P<projection>(gate|up|down)_proj|w[123])\.(?P<part>\w+)$")
@@ -51,32 +51,17 @@ def nvfp4_factor(weights: Iterable[Tensor]) -> float:
 
 
 def quantize_nvfp4(weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> (codes uint8 [N, K/2], even k in the low nibble; scales e4m3 [N, K/16]).
-
-    Scales are amax / 6, rounded to nearest; elements are rounded to nearest, ties to even, and saturate.
-    """
-    rows, columns = weight.shape
-    if columns % NVFP4_GROUP:
-        raise ValueError(f"NVFP4 needs K to be a multiple of {NVFP4_GROUP}, found K = {columns}")
-    groups = weight.double().view(rows, -1, NVFP4_GROUP) * factor
-    scales = (groups.abs().amax(-1) / E2M1_MAX).float().to(torch.float8_e4m3fn)
-    divisor = scales.double()[..., None]
-    scaled = torch.where(divisor > 0, groups / divisor, 0)
-    magnitudes = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64, device=weight.device)
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    # A tie goes to the even code: the bound under an even code lies just below the middle.
-    even = torch.arange(1, 8, device=weight.device) % 2 == 0
-    bounds = torch.where(even, torch.nextafter(middles, torch.zeros_like(middles)), middles)
-    code = torch.bucketize(scaled.abs(), bounds).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
-    code = code.view(rows, -1, 2)
-    return code[..., 0] | code[..., 1] << 4, scales
+    """weight [N, K] -> (codes uint8 [N, K/2], even k in the low nibble; scales e4m3 [N, K/16]), for that factor."""
+    codes, scales, _ = quantize.quantize_nvfp4(weight, torch.tensor(1 / factor, dtype=torch.float32))
+    return codes, scales.view(torch.float8_e4m3fn)
 
 
 def dequantize_nvfp4(codes: Tensor, scales: Tensor, factor: float) -> Tensor:
-    """The exact weights, float32 [N, K]."""
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
-    elements = table[torch.stack((codes & 15, codes >> 4), dim=-1).long()]
-    return (elements.view(codes.shape[0], -1, NVFP4_GROUP) * (scales.float() / factor)[..., None]).view(len(codes), -1)
+    """The exact weights, float32 [N, K]. Raises ValueError for a factor that is no power of two."""
+    if math.frexp(factor)[0] != 0.5:
+        raise ValueError(f"the NVFP4 factor must be a power of two, found {factor}")
+    global_scale = torch.tensor(1 / factor, dtype=torch.float32)
+    return quantize.dequantize_nvfp4(codes, scales.view(torch.uint8), global_scale, torch.float32)
 
 
 def quantise_experts(dense: Tensors, weight_format: str) -> Tensors:
@@ -129,7 +114,7 @@ def quantization_config(weight_format: str, unquantised: Iterable[str]) -> dict[
     if weight_format == "mxfp4":
         weights |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     else:
-        weights |= {"strategy": "tensor_group", "group_size": NVFP4_GROUP}
+        weights |= {"strategy": "tensor_group", "group_size": NVFP4.group_k}
         weights |= {"scale_dtype": "torch.float8_e4m3fn"}
     name = f"{weight_format}-pack-quantized"
     return {

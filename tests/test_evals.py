@@ -10,6 +10,7 @@ import torch
 
 from evals import capture_smoke, compare, engines, gsm8k, tasks, upcycle, weights
 from evals.capture_smoke import Answer, Report
+from vllm_humming.moe.weight_formats import E2M1_VALUES
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_nvfp4_dequantises_to_bf16_numbers_exactly_and_to_the_nearest():
     exact = weights.dequantize_nvfp4(codes, scales, factor)
     assert torch.equal(exact.bfloat16().float(), exact)
     # Every element is a nearest one of its group's grid.
-    grid = torch.tensor(weights.E2M1_VALUES[:8] + weights.E2M1_VALUES[9:]).float()
+    grid = torch.tensor(E2M1_VALUES[:8] + E2M1_VALUES[9:]).float()
     steps = (scales.float() / factor).repeat_interleave(16, dim=1)
     best = (weight.float()[..., None] - grid * steps[..., None]).abs().amin(-1)
     torch.testing.assert_close((weight.float() - exact).abs(), best, atol=1e-7, rtol=0)
