@@ -2,11 +2,14 @@
 """The choice of tiles: total, monotone in what matters, and equal to what measurements on an H200 showed."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from vllm_humming.moe import measured, schedule
 
+CSRC = Path(__file__).resolve().parent.parent / "csrc" / "moe"
 SHAPES = {  # hidden, padded intermediate, experts, top-k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "wide": (6144, 2048, 32, 8),
@@ -91,3 +94,32 @@ def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
     schedule.main()
     printed = capsys.readouterr().out
     assert all(tile.name in printed for tile in schedule.TILES)
+
+
+def compiled_tiles() -> dict[str, re.Match]:
+    """name -> the parts of its configuration, from csrc/moe/tiles."""
+    config = re.compile(
+        r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), Widths<(?P<widths>[\d, ]+)>, "
+        r"[^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\nextern const Tile tile_(?P<tile>\w+) = "
+        r"TileInstance<Config_(?P<used>\w+)>::tile\(\);"
+    )
+    found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]
+    assert all(found)
+    return {match["tile"]: match for match in found if match}
+
+
+def test_the_table_is_what_is_compiled():
+    compiled = compiled_tiles()
+    # The name of the configuration is part of the linker's name of a tile's launch: twice the same, and one tile runs
+    # the other's kernels.
+    assert all(match["name"] == match["used"] == tile for tile, match in compiled.items())
+    order = re.search(r"kTiles\[\] = \{(.*)\}", (CSRC / "tiles.cpp").read_text())
+    assert order is not None
+    assert re.findall(r"&tile_(\w+)", order[1]) == [tile.name for tile in schedule.TILES]
+    assert compiled.keys() == {tile.name for tile in schedule.TILES}
+    for tile in schedule.TILES:
+        match = compiled[tile.name]
+        assert tile.blocks == int(match["warpgroups"]) * int(match["blocks"])
+        assert tile.widths == tuple(int(width) for width in match["widths"].split(","))
+        assert tile.ctas == int(match["ctas"])
+        assert tile.sorted_tokens == (match["tokens"] == "kSorted")
