@@ -99,8 +99,8 @@ def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
 def compiled_tiles() -> dict[str, re.Match]:
     """name -> the parts of its configuration, from csrc/moe/tiles."""
     config = re.compile(
-        r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), Widths<(?P<widths>[\d, ]+)>, "
-        r"[^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\nextern const Tile tile_(?P<tile>\w+) = "
+        r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
+        r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\nextern const Tile tile_(?P<tile>\w+) = "
         r"TileInstance<Config_(?P<used>\w+)>::tile\(\);"
     )
     found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]
