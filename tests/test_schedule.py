@@ -100,8 +100,8 @@ def compiled_tiles() -> dict[str, re.Match]:
     """name -> the parts of its configuration, from csrc/moe/tiles."""
     config = re.compile(
         r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
-        r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\nextern const Tile tile_(?P<tile>\w+) = "
-        r"TileInstance<Config_(?P<used>\w+)>::tile\(\);"
+        r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\n"
+        r"extern const Tile tile_(?P<tile>\w+) = TileInstance<Config_(?P<used>\w+)>::tile\(\);"
     )
     found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]
     assert all(found)
