@@ -173,7 +173,7 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   require(packed.size(0) == 1, "gemm_plain takes one expert");
   require(out.dim() == 2, "out must be [M, N]");
   const int64_t tokens = x.size(0), k = x.size(1), n = out.size(1);
-  require(k % 8 == 0 && n % 8 == 0 && k <= packed.size(2) * kBlockK && n <= packed.size(1) * kBlockRows, "x or out does not fit the packed weights");
+  require(k > 0 && n > 0 && k % 8 == 0 && n % 8 == 0 && k <= packed.size(2) * kBlockK && n <= packed.size(1) * kBlockRows, "x or out does not fit the packed weights");
   require_tensor(x, "x", device, x.scalar_type(), {tokens, k});
   require_tensor(out, "out", device, x.scalar_type(), {tokens, n});
   require_aligned(x, "x");
@@ -186,7 +186,7 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
 }
 
 // Field `field` of compiled tile `tile`: 0 blocks of 64 rows, 1 CTAs an SM, 2 stages, 3 threads, 4 shared bytes, 5 number of token
-// widths, 6.. the widths. Tile -1: how many tiles there are.
+// widths, 6.. the widths; stages and bytes as compiled for MXFP4. Tile -1: how many tiles there are.
 int64_t tile_field(int64_t tile, int64_t field) {
   if (tile < 0) return tile_total();
   const Tile& t = tile_at(tile);

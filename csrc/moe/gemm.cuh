@@ -8,9 +8,9 @@
 //     tensor copy or gather of X                     release empty[stage]
 //                                      epilogue: scale, bias, activation | router weight --> store; release info_empty[kInfos]
 //
-// Persistent CTAs take (token tile, column tile) pairs from one list, as they come free. The ring of stages runs on across tiles, so the next tile's weights arrive
-// during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the token width that its list
-// entry names, one of the configuration's Widths.
+// Persistent CTAs take (token tile, column tile) pairs from one list, as they come free. The ring of stages runs on across tiles, so the
+// next tile's weights arrive during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the
+// token width that its list entry names, one of the configuration's Widths.
 #pragma once
 #include "epilogue.cuh"
 #include "mainloop.cuh"

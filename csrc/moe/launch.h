@@ -39,6 +39,9 @@ enum class DType : int { kBf16 = 0, kFp16 = 1 };
 // Tensor map of a row-major [rows, columns] matrix of 16-bit values: boxes of box_rows x 64 columns, 128-byte swizzle.
 CUtensorMap token_map(DType dtype, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
 
+// No tile's widest token width is less: bounds the tile lists in the workspace.
+constexpr int kLeastWidest = 16;
+
 // One compiled tile. `launch` sizes the grid by the most tiles there can be.
 struct Tile {
   WidthList widths;

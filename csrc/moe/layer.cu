@@ -17,7 +17,7 @@ struct Workspace {
 
   explicit Workspace(const LayerShape& s) {
     const int64_t tokens = std::min(s.tokens, kChunkTokens), entries = tokens * s.top_k;
-    const int64_t tiles_most = std::min(entries, s.experts + entries / 16) + 1;  // no tile's widest is under 16
+    const int64_t tiles_most = std::min(entries, s.experts + entries / kLeastWidest) + 1;
     int64_t at = 0;
     auto take = [&](int64_t size) { const int64_t offset = at; at += aligned(size); return offset; };
     h = take(entries * s.intermediate * 2);

@@ -37,7 +37,8 @@ struct Codes {
 // the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them. Codes are read half a
 // stage ahead, the next stage's first half included: waiting for them where they are used cost a tenth of the time.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
+__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
+                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes;
@@ -88,7 +89,8 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
 
 // The same by mma.sync, for narrow tiles, whose time is the decoding.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup, float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
+__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
+                                                float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.

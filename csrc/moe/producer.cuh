@@ -15,7 +15,8 @@ constexpr bool kListIsOlder = !kGathers<C, S>;
 // Waits for a free info buffer and fills it. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
 template <typename C, Stage S>
-__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const TokenTile& tile, int block0, int lane) {
+__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const TokenTile& tile,
+                                        int block0, int lane) {
   const TileInfo<C> info(s, ring.at);
   const uint32_t full = s.info_full + ring.at * 8;
   ptx::mbarrier_wait(s.info_empty + ring.at * 8, ring.parity ^ 1);
@@ -69,12 +70,14 @@ __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, i
 }
 
 template <typename C>
-__device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage, uint64_t policy) {
+__device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
+                                             uint64_t policy) {
   const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
   const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * C::kChunkBytes;
   const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
   ptx::mbarrier_arrive_expect_tx(full, blocks * C::kChunkBytes);
-  for (int b = 0; b < blocks; ++b) ptx::bulk_load(dst + b * C::kChunkBytes, w + size_t(b) * p.k_blocks * C::kChunkBytes, C::kChunkBytes, full, policy);
+  for (int b = 0; b < blocks; ++b)
+    ptx::bulk_load(dst + b * C::kChunkBytes, w + size_t(b) * p.k_blocks * C::kChunkBytes, C::kChunkBytes, full, policy);
 }
 
 // One 64-wide K half of tokens whose rows lie together: kBoxRows rows a copy, swizzled by the copy engine.
@@ -131,7 +134,9 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
   if (warp == 0) {
     if (lane > 0) return;
     const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) { load_weights<C>(p, s, tile, block0, kb, stage, policy); });
+    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
+      load_weights<C>(p, s, tile, block0, kb, stage, policy);
+    });
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {

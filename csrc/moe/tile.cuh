@@ -19,7 +19,8 @@ struct Widths {
 // How the up GEMM gets its tokens: gathered by row list (cp.async), or from a sorted copy by the tensor copy engine.
 enum class Tokens { kGather, kSorted };
 
-template <Format WeightFormat, int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps, int Narrow, Tokens UpTokens>
+template <Format WeightFormat, int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps,
+          int Narrow, Tokens UpTokens>
 struct TileConfig {
   using W = TokenWidths;
   static constexpr Format kFormat = WeightFormat;

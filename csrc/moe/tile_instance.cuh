@@ -43,6 +43,7 @@ struct TileInstance {
   static constexpr Tile tile() {
     using C = Config<Format::kMxfp4>;
     static_assert(C::W::kCount <= WidthList::kMost);
+    static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
     return {widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
