@@ -109,12 +109,14 @@ def captured_sizes() -> dict[str, list[int]]:
     for item in live_objects():
         kind = type(item).__name__
         if kind == "CUDAGraphWrapper":
-            sizes = {
-                key.num_tokens for key, entry in item.concrete_cudagraph_entries.items() if entry.cudagraph is not None
-            }
+            # One whose start failed (vLLM makes some on machines without CUDA) has no entries.
+            entries = getattr(item, "concrete_cudagraph_entries", {})
+            sizes = {key.num_tokens for key, entry in entries.items() if entry.cudagraph is not None}
+            if not sizes:
+                continue
             if item.runtime_mode.name == "FULL":
                 full |= sizes
-            elif sizes:
+            else:
                 pieces.append(sizes)
         elif kind.endswith("CudaGraphManager") and isinstance(getattr(item, "graphs", None), dict):
             full |= {key.num_tokens for key in item.graphs if key.cg_mode.name == "FULL"}
