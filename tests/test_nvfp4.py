@@ -5,11 +5,12 @@ The scalar reading decodes e2m1, e4m3 and the kernel's factors from their bits, 
 """
 
 import math
-import struct
 from fractions import Fraction
 
+import packed_layout
 import pytest
 import torch
+from packed_layout import DTYPES, ORDERS, bits_to_float, packed_row
 
 import vllm_humming.ops  # noqa: F401  (defines the ops)
 from vllm_humming.moe import quantize
@@ -17,20 +18,8 @@ from vllm_humming.moe.packing import allocate, pack_expert, unpack_expert
 from vllm_humming.moe.quantize import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 from vllm_humming.moe.weight_formats import MXFP4, NVFP4, format_of_chunk
 
-DTYPES = [torch.bfloat16, torch.float16]
-ORDERS = [(False, "packed"), (True, "packed"), (True, "interleaved")]
-BITS = {
-    torch.bfloat16: [(6, 15), (3, 12), (0, 14), (9, 13)],
-    torch.float16: [(9, 15), (6, 12), (3, 14), (0, 13)],
-}
 # Every scale that a weight may have: 0 to 448, and -0.0.
 SCALES = [*range(0x7F), 0x80]
-
-
-def bits_to_float(bits, dtype):
-    if dtype == torch.bfloat16:
-        return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-    return struct.unpack("<e", struct.pack("<H", bits))[0]
 
 
 def e2m1(code):
@@ -46,40 +35,14 @@ def e4m3(byte):
 
 
 def decode_chunk(chunk, dtype):
-    """What the 128 threads of a warpgroup make of one chunk: {(packed row, k): value without the row scale}."""
     assert len(chunk) == 4608
-    weights = {}
-    for half_k in range(2):
-        for thread in range(128):
-            w, lane = divmod(thread, 32)
-            g, q = divmod(lane, 4)
-            for step in range(4):
-                start = 4 * (half_k * 512 + thread * 4 + step)
-                word = int.from_bytes(chunk[start : start + 4], "little")
-                for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
-                    half, k_high = fragment & 1, fragment >> 1
-                    for odd in range(2):
-                        lane16 = (word >> (16 * odd)) & 0xFFFF
-                        top = 6 if dtype == torch.bfloat16 else 9
-                        bits = ((lane16 >> sign) & 1) << 15 | ((lane16 >> magnitude) & 7) << top
-                        k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
-                        p = chunk[4096 + ((w * 8 + g) * 2 + half) * 8 + half_k * 4 + step]
-                        assert 11 <= p >> 3 <= 28
-                        factor = bits_to_float(p << 4 | 0x7000 if dtype == torch.bfloat16 else p << 7, dtype)
-                        value = bits_to_float(bits, dtype) * factor
-                        # the kernel multiplies in dtype: the product must be exact there
-                        assert torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
-                        weights[16 * w + 8 * half + g, k] = value
-    return weights
 
+    def factor_of(row, k):
+        p = chunk[4096 + row * 8 + k // 16]
+        assert 11 <= p >> 3 <= 28
+        return bits_to_float(p << 4 | 0x7000 if dtype == torch.bfloat16 else p << 7, dtype)
 
-def packed_row(row, n, gated, gate_up):
-    if not gated:
-        return divmod(row, 64)
-    half, channel = (row % 2, row // 2) if gate_up == "interleaved" else divmod(row, n // 2)
-    block, rest = divmod(channel, 32)
-    w, g = divmod(rest, 8)
-    return block, 16 * w + 8 * half + g
+    return packed_layout.decode_chunk(chunk, dtype, factor_of)
 
 
 def every_code_and_scale():

@@ -3,69 +3,28 @@
 
 import math
 import random
-import struct
 
+import packed_layout
 import pytest
 import torch
+from packed_layout import DTYPES, ORDERS, bits_to_float, packed_row
 
 from vllm_humming.moe import packing, weight_formats
 from vllm_humming.moe.packing import allocate, pack_expert, padded_k, padded_rows, unpack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4
 
-DTYPES = [torch.bfloat16, torch.float16]
-ORDERS = [(False, "packed"), (True, "packed"), (True, "interleaved")]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-# fragment -> (lowest magnitude bit, sign bit) in a 16-bit lane, from the table in the notes
-BITS = {
-    torch.bfloat16: [(6, 15), (3, 12), (0, 14), (9, 13)],
-    torch.float16: [(9, 15), (6, 12), (3, 14), (0, 13)],
-}
-
-
-def bits_to_float(bits, dtype):
-    if dtype == torch.bfloat16:
-        return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-    return struct.unpack("<e", struct.pack("<H", bits))[0]
 
 
 def decode_chunk(chunk, dtype):
-    """What the 128 threads of a warpgroup make of one chunk: {(packed row, k): value without the row scale}."""
-    weights = {}
-    for half_k in range(2):
-        for thread in range(128):
-            w, lane = divmod(thread, 32)
-            g, q = divmod(lane, 4)
-            for step in range(4):
-                start = 4 * (half_k * 512 + thread * 4 + step)
-                word = int.from_bytes(chunk[start : start + 4], "little")
-                for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
-                    half, k_high = fragment & 1, fragment >> 1
-                    for odd in range(2):
-                        lane16 = (word >> (16 * odd)) & 0xFFFF
-                        code = (lane16 >> magnitude) & 7
-                        top = 6 if dtype == torch.bfloat16 else 9  # two exponent bits, one mantissa bit
-                        bits = ((lane16 >> sign) & 1) << 15 | code << top
-                        k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
-                        p = chunk[4096 + ((w * 8 + g) * 2 + half) * 4 + k // 32]
-                        factor = bits_to_float(p << (7 if dtype == torch.bfloat16 else 10), dtype)
-                        assert math.isfinite(factor)
-                        assert factor > 0
-                        value = bits_to_float(bits, dtype) * factor
-                        # the kernel multiplies in dtype: the product must be exact there
-                        assert torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
-                        weights[16 * w + 8 * half + g, k] = value
-    return weights
+    def factor_of(row, k):
+        p = chunk[4096 + row * 4 + k // 32]
+        factor = bits_to_float(p << (7 if dtype == torch.bfloat16 else 10), dtype)
+        assert math.isfinite(factor)
+        assert factor > 0
+        return factor
 
-
-def packed_row(row, n, gated, gate_up):
-    """(block, row in the block) of a checkpoint row."""
-    if not gated:
-        return divmod(row, 64)
-    half, channel = (row % 2, row // 2) if gate_up == "interleaved" else divmod(row, n // 2)
-    block, rest = divmod(channel, 32)
-    w, g = divmod(rest, 8)
-    return block, 16 * w + 8 * half + g
+    return packed_layout.decode_chunk(chunk, dtype, factor_of)
 
 
 def random_projection(n, k, seed, low=104, high=124):

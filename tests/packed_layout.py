@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed container read as the notes describe it, bit by bit and without the package's own code."""
+
+import struct
+
+import torch
+
+DTYPES = [torch.bfloat16, torch.float16]
+ORDERS = [(False, "packed"), (True, "packed"), (True, "interleaved")]
+
+# fragment -> (lowest magnitude bit, sign bit) in a 16-bit lane, from the table in the notes
+BITS = {
+    torch.bfloat16: [(6, 15), (3, 12), (0, 14), (9, 13)],
+    torch.float16: [(9, 15), (6, 12), (3, 14), (0, 13)],
+}
+
+
+def bits_to_float(bits, dtype):
+    if dtype == torch.bfloat16:
+        return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
+def decode_chunk(chunk, dtype, factor_of):
+    """What the 128 threads of a warpgroup make of one chunk: {(packed row, k): value without the row scale}.
+
+    factor_of(row, k): the format's factor, row = (w * 8 + g) * 2 + half, the order of the rows' scales in the chunk.
+    """
+    weights = {}
+    for half_k in range(2):
+        for thread in range(128):
+            w, lane = divmod(thread, 32)
+            g, q = divmod(lane, 4)
+            for step in range(4):
+                start = 4 * (half_k * 512 + thread * 4 + step)
+                word = int.from_bytes(chunk[start : start + 4], "little")
+                for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
+                    half, k_high = fragment & 1, fragment >> 1
+                    for odd in range(2):
+                        lane16 = (word >> (16 * odd)) & 0xFFFF
+                        top = 6 if dtype == torch.bfloat16 else 9  # two exponent bits, one mantissa bit
+                        bits = ((lane16 >> sign) & 1) << 15 | ((lane16 >> magnitude) & 7) << top
+                        k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
+                        value = bits_to_float(bits, dtype) * factor_of((w * 8 + g) * 2 + half, k)
+                        # the kernel multiplies in dtype: the product must be exact there
+                        assert torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
+                        weights[16 * w + 8 * half + g, k] = value
+    return weights
+
+
+def packed_row(row, n, gated, gate_up):
+    """(block, row in the block) of a checkpoint row."""
+    if not gated:
+        return divmod(row, 64)
+    half, channel = (row % 2, row // 2) if gate_up == "interleaved" else divmod(row, n // 2)
+    block, rest = divmod(channel, 32)
+    w, g = divmod(rest, 8)
+    return block, 16 * w + 8 * half + g
