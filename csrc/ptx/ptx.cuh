@@ -65,9 +65,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 }
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Orders shared memory written by ordinary (or cp.async) stores before reads by the async proxy (wgmma, bulk copies).
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // ---- copies ----
 __device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t policy;
@@ -101,7 +98,6 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int c
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void copy16_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void copy16_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
