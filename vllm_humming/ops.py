@@ -22,7 +22,7 @@ _SCHEMAS = {
     "Tensor w13, Tensor w13_row_scale, Tensor? w13_bias, Tensor w2, Tensor w2_row_scale, Tensor? w2_bias, "
     "Tensor(a!) workspace, Tensor(b!) out, int weight_format, int activation, float alpha, float beta, float limit, "
     "bool router_weight_on_input, int tile1, int tile2) -> ()",
-    "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded) -> int",
+    "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded, int weight_format) -> int",
     "gemm_plain": "(Tensor x, Tensor packed, Tensor row_scale, Tensor? bias, Tensor(a!) out, int weight_format, "
     "int tile) -> ()",
     "tile_field": "(int tile, int field) -> int",
