@@ -2,7 +2,8 @@
 """Times the routed-experts op as a CUDA-graph replay over rotating weight sets; needs torch and the kernels, not vLLM.
 
 usage: PYTHONPATH=. python3 benchmarks/layer.py [--shapes ...] [--ms ...] [--routing ...] [--dtype bf16|fp16]
-           [--fmt mxfp4|nvfp4] [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT] [--out FILE]
+           [--fmt mxfp4|nvfp4|mxfp4_fp8] [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT]
+           [--out FILE]
 Prints a table and, with --out, appends one JSON line a point. benchmarks/README.md states the protocol.
 """
 
@@ -26,15 +27,18 @@ from vllm_humming.moe.packing import CHUNK_K, CODE_BYTES, PackedProjection, allo
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 MEMORY_RATE = 4.3e12  # bytes / s, measured
-TENSOR_RATE = 690e12  # flop / s, bf16, measured
+TENSOR_RATE = {"a16": 690e12, "w4a8": 1380e12}  # flop / s; bf16 measured, e4m3 taken as twice that
 # Scale bytes of small groups (2^-10..2^-6), so that the layer's output stays finite.
 SCALE_BYTES = {
     ("mxfp4", torch.bfloat16): (243, 248),
     ("mxfp4", torch.float16): (19, 24),
     ("nvfp4", torch.bfloat16): (160, 192),  # times 2^-9, by the row scale below
     ("nvfp4", torch.float16): (160, 192),
+    ("mxfp4_fp8", torch.bfloat16): (0, 5),  # times 8 below: 2^-5..2^-1 before the row scale
+    ("mxfp4_fp8", torch.float16): (0, 5),
 }
-ROW_SCALE = {"mxfp4": 1.0, "nvfp4": 2.0**-2}
+SCALE_STEP = {"mxfp4": 1, "nvfp4": 1, "mxfp4_fp8": 8}
+ROW_SCALE = {"mxfp4": 1.0, "nvfp4": 2.0**-2, "mxfp4_fp8": 2.0**-5}
 
 
 class Layer:
@@ -55,7 +59,7 @@ class Layer:
         w2 = allocate(out_features=self.hidden, in_features=self.intermediate, gated=False, **make)
         for p in (w13, w2):
             p.packed.random_(0, 256)
-            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.fmt, self.dtype])
+            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.fmt, self.dtype]).mul_(SCALE_STEP[self.fmt])
             p.row_scale.fill_(ROW_SCALE[self.fmt])
         return w13, w2
 
@@ -67,19 +71,23 @@ class Layer:
     def sizes(self, tokens: int) -> tuple[int, int, int, int, int]:
         return tokens, self.top_k, self.experts, self.hidden, padded_k(self.intermediate)
 
+    @property
+    def path(self) -> str:
+        return WEIGHT_FORMATS[self.fmt].path
+
 
 def launcher(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], tiles: tuple[int, int]) -> tuple[Callable, Tensor]:
     """(a function that runs every weight set once, the output of the last)."""
     x, weights, ids = inputs
-    size = torch.ops.vllm_humming.moe_workspace_bytes(*layer.sizes(x.shape[0]))
-    workspace, out = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
-
     code = WEIGHT_FORMATS[layer.fmt].code
+    size = torch.ops.vllm_humming.moe_workspace_bytes(*layer.sizes(x.shape[0]), code)
+    workspace, out = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty_like(x)
 
     def run() -> None:
         for w13, w2 in layer.sets:
             torch.ops.vllm_humming.moe(
-                x, weights, ids, None, *w13, *w2, workspace, out, code, 0, 1.0, 0.0, math.inf, False, *tiles
+                x, weights, ids, None, *w13.tensors, *w2.tensors, workspace, out, code,
+                0, 1.0, 0.0, math.inf, False, *tiles,
             )  # fmt: skip
 
     return run, out
@@ -93,7 +101,7 @@ def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> 
     active = inputs[2].unique().numel()
     read = active * layer.expert_bytes
     flops = 6 * tokens * layer.top_k * layer.hidden * layer.intermediate
-    floor = max(read / MEMORY_RATE, flops / TENSOR_RATE) * 1e6
+    floor = max(read / MEMORY_RATE, flops / TENSOR_RATE[layer.path]) * 1e6
     return {
         "fmt": layer.fmt,
         "dtype": str(layer.dtype).removeprefix("torch."),
@@ -169,8 +177,8 @@ def tile_pair(text: str) -> tuple[int, int]:
 
 def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool) -> list[dict[str, Any]]:
     """Every tile for each GEMM beside the selected tile of the other (or every pair), then the best of both."""
-    chosen = schedule.select(*layer.sizes(tokens))
-    every = range(len(schedule.TILES))
+    chosen = schedule.select(*layer.sizes(tokens), path=layer.path)
+    every = schedule.tiles_of(layer.path)
     if every_pair:
         return [measure(layer, tokens, routing, pair) for pair in product(every, every)]
     ups = [measure(layer, tokens, routing, (t, chosen[1])) for t in every]
@@ -207,7 +215,7 @@ def main() -> int:
     for name in args.shapes:
         layer = Layer(name, dtype, args.fmt)
         for routing, tokens in product(args.routing, args.ms):
-            selected = args.tiles or schedule.select(*layer.sizes(tokens))
+            selected = args.tiles or schedule.select(*layer.sizes(tokens), path=layer.path)
             chosen = measure(layer, tokens, routing, selected)
             print_row(chosen, peers)
             records.append(chosen)

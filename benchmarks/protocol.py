@@ -13,7 +13,7 @@ SHAPES = {
     "gpt-oss-20b": (2880, 2880, 32, 4),
 }
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
-WEIGHT_BYTES = {"mxfp4": 17 / 32, "nvfp4": 9 / 16}  # a weight with its share of the scale
+WEIGHT_BYTES = {"mxfp4": 17 / 32, "nvfp4": 9 / 16, "mxfp4_fp8": 17 / 32}  # a weight with its share of the scale
 REPLAYS = 15
 
 

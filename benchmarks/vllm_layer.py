@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quant")
     parser.add_argument("label")
-    parser.add_argument("--fmt", choices=list(WEIGHT_BYTES), default="mxfp4")
+    parser.add_argument("--fmt", choices=["mxfp4", "nvfp4"], default="mxfp4")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--routing", choices=[*ROUTINGS, "onehot"], default="uniform")
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")

@@ -10,7 +10,7 @@ import torch
 
 from evals import capture_smoke, compare, engines, gsm8k, tasks, upcycle, weights
 from evals.capture_smoke import Answer, Report
-from vllm_humming.moe.weight_formats import E2M1_VALUES
+from vllm_humming.moe.codes import E2M1_VALUES
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def check_layer(layer, experts, *, interleaved=False):
     """Every expert's packed weights and biases equal the checkpoint's, bit for bit."""
     from vllm_humming.moe.method import packed_of
 
-    packed = packed_of(layer)
+    packed = packed_of(layer, layer.quant_method.weight_format)
     for projection in ("w13", "w2"):
         dense = experts.dense(projection)
         for e in range(dense.shape[0]):
@@ -552,9 +552,9 @@ def test_dense_experts_are_quantised_to_nvfp4_while_loading():
     finish(layer)
     for e in range(4):
         gate, up, down = (dequantize_nvfp4(*quantize_nvfp4(dense[s][e]), torch.float64) for s in ("w1", "w3", "w2"))
-        packed = packing.PackedProjection(layer.w13_packed, layer.w13_row_scale, None)
+        packed = packing.PackedProjection(layer.w13_packed, layer.w13_row_scale, None, NVFP4)
         assert torch.equal(unpacked(packed, e, 416, 80, True)[0], torch.cat([gate, up]))
-        packed = packing.PackedProjection(layer.w2_packed, layer.w2_row_scale, None)
+        packed = packing.PackedProjection(layer.w2_packed, layer.w2_row_scale, None, NVFP4)
         assert torch.equal(unpacked(packed, e, 80, 208, False)[0], down)
 
 
@@ -689,6 +689,7 @@ def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):
     assert skipped is False
     assert load_one(layer, "w2_weight_packed", experts.codes["w2"][1], "w2", 5) is True
     load_one(layer, "w2_weight_scale", experts.scales["w2"][1], "w2", 5)
-    weight, _ = unpacked(packing.PackedProjection(layer.w2_packed, layer.w2_row_scale, None), 1, 96, 160, False)
+    packed = packing.PackedProjection(layer.w2_packed, layer.w2_row_scale, None, MXFP4)
+    weight, _ = unpacked(packed, 1, 96, 160, False)
     expected = dequantize_mxfp4(experts.codes["w2"][1], experts.scales["w2"][1], torch.float64)
     assert torch.equal(weight, expected)

@@ -89,16 +89,12 @@ def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeyp
     write_checkpoint(tmp_path / "model", kind, twin=tmp_path / "twin", sizes=sizes, seed=3)
     layers = load_model(tmp_path / "model", kind, monkeypatch)
     assert len(layers) == 2
+    packed_of = importlib.import_module("vllm_humming.moe.method").packed_of
     for index, layer in enumerate(layers):
         for e, (w13, w2, b13, b2) in enumerate(twin_experts(tmp_path / "twin", index, layer.local_num_experts)):
             for projection, weight, bias in (("w13", w13, b13), ("w2", w2, b2)):
-                packed = packing.PackedProjection(
-                    getattr(layer, f"{projection}_packed"),
-                    getattr(layer, f"{projection}_row_scale"),
-                    getattr(layer, f"{projection}_packed_bias", None),
-                )
                 found, found_bias = packing.unpack_expert(
-                    packed,
+                    packed_of(layer, layer.quant_method.weight_format)[projection],
                     e,
                     dtype=torch.bfloat16,
                     k=weight.shape[1],

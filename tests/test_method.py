@@ -222,7 +222,7 @@ def test_parameters_filled_in_place(checkpoint, dtype):
                 param.data.normal_(std=0.02)
         codes = layer.w13_packed[..., :CODE_BYTES].clone()
         finish(layer)
-    for parameters in method_module().packed_of(layer).values():
+    for parameters in method_module().packed_of(layer, layer.quant_method.weight_format).values():
         rows = parameters.row_scale.shape[1]
         for e in range(SIZES.experts):
             weight, _ = packing.unpack_expert(parameters, e, dtype=dtype, k=96, out_features=rows, gated=False)

@@ -16,7 +16,7 @@ import vllm_humming.ops  # noqa: F401  (defines the ops)
 from vllm_humming.moe import quantize
 from vllm_humming.moe.packing import allocate, pack_expert, unpack_expert
 from vllm_humming.moe.quantize import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
-from vllm_humming.moe.weight_formats import MXFP4, NVFP4, format_of_chunk
+from vllm_humming.moe.weight_formats import NVFP4
 
 # Every scale that a weight may have: 0 to 448, and -0.0.
 SCALES = [*range(0x7F), 0x80]
@@ -130,13 +130,6 @@ def test_round_trip_of_odd_sizes_and_padding_is_zero(dtype, gated, gate_up, n, k
     assert whole.count_nonzero() == exact.count_nonzero()
 
 
-def test_chunks_say_their_format():
-    assert format_of_chunk(4352) is MXFP4
-    assert format_of_chunk(4608) is NVFP4
-    with pytest.raises(ValueError, match=r"4352 \(MXFP4\), 4608 \(NVFP4\) bytes, found 4096"):
-        format_of_chunk(4096)
-
-
 def test_scale_dtypes_pack_alike():
     codes, scales = every_code_and_scale()
     values = scales.view(torch.float8_e4m3fn)
@@ -146,11 +139,11 @@ def test_scale_dtypes_pack_alike():
 
 def refused(match, codes, scales, global_scale):
     p = allocate(3, 64, 128, gated=False, has_bias=False, device="cpu", weight_format=NVFP4)
-    before = [None if t is None else t.clone() for t in p]
+    before = [None if t is None else t.clone() for t in p.tensors]
     kwargs = {"gated": False, "dtype": torch.float16, "layer": "model.layers.3.experts", "tensor": "w2"}
     with pytest.raises(ValueError, match=rf"^model\.layers\.3\.experts: expert 2: w2 .*{match}"):
         pack_expert(p, 2, codes, scales, None, global_scale=global_scale, **kwargs)
-    for t, old in zip(p, before, strict=True):
+    for t, old in zip(p.tensors, before, strict=True):
         assert t is None or torch.equal(t, old)
 
 

@@ -116,7 +116,7 @@ def test_kernels_that_do_not_load_say_so_and_leave_the_ops_usable(monkeypatch, t
     assert ops.kernels_available()
     with pytest.raises(RuntimeError, match=r"do not load with torch.*rebuild"):
         ops.load_kernels()
-    assert torch.ops.vllm_humming.moe_workspace_bytes(1, 2, 3, 4, 128) >= 0
+    assert torch.ops.vllm_humming.moe_workspace_bytes(1, 2, 3, 4, 128, 0) >= 0
     torch.ops.vllm_humming.moe(**moe_args())
 
 
@@ -143,7 +143,7 @@ def test_compiled_library_loads_and_has_the_schedules_tiles():
         "field = torch.ops.vllm_humming.tile_field; "
         "compiled = [(field(t, 0), tuple(field(t, 6 + i) for i in range(field(t, 5)))) for t in range(field(-1, 0))]; "
         "assert compiled == [(t.blocks, t.widths) for t in schedule.TILES], compiled; "
-        "sizes = [torch.ops.vllm_humming.moe_workspace_bytes(m, 8, 128, 2048, 768) for m in range(0, 40000, 97)]; "
+        "sizes = [torch.ops.vllm_humming.moe_workspace_bytes(m, 8, 128, 2048, 768, 0) for m in range(0, 40000, 97)]; "
         "assert sizes == sorted(sizes)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from packed_layout import DTYPES, ORDERS, bits_to_float, packed_row
 
-from vllm_humming.moe import packing, weight_formats
+from vllm_humming.moe import codes as code_layout
 from vllm_humming.moe.packing import allocate, pack_expert, padded_k, padded_rows, unpack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4
+from vllm_humming.moe.weight_formats import factor_table
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -90,7 +91,7 @@ def test_threads_decode_sampled_chunks_of_odd_sizes(dtype, gated, gate_up, n, k)
 def test_round_trip_is_exact_and_padding_is_zero(dtype, gated, gate_up, n, k):
     codes, scales, bias = random_projection(n, k, seed=k)
     p = allocate(2, n, k, gated=gated, has_bias=True, device="cpu")
-    untouched = [t[0].clone() for t in p]
+    untouched = [t[0].clone() for t in p.tensors]
     pack_expert(p, 1, codes, scales, bias, gated=gated, gate_up=gate_up, dtype=dtype, layer="l")
     dense = dequantize_mxfp4(codes, scales, torch.float32)
     if gate_up == "interleaved":
@@ -98,7 +99,7 @@ def test_round_trip_is_exact_and_padding_is_zero(dtype, gated, gate_up, n, k):
     weight, b = unpack_expert(p, 1, dtype=dtype, k=k, out_features=n, gated=gated)
     assert torch.equal(weight, dense)
     assert torch.equal(b, bias)
-    assert all(torch.equal(t[0], old) for t, old in zip(p, untouched, strict=True))
+    assert all(torch.equal(t[0], old) for t, old in zip(p.tensors, untouched, strict=True))
     assert bool((p.row_scale == 1).all())  # scales of real checkpoints need no row scale
     rows, columns = p.packed.shape[1] * 64, p.packed.shape[2] * 128
     assert rows == padded_rows(n, gated)
@@ -123,13 +124,13 @@ def test_the_default_dtype_does_not_matter(dtype):
     codes, scales, bias = random_projection(96, 160, seed=1, low=106, high=130)
     results = []
     for default in (torch.float32, torch.bfloat16):
-        for table in (packing._word_table, packing._lane_shifts, packing._value_table, weight_formats.factor_table):
+        for table in (code_layout._word_table, code_layout._shifts, code_layout._value_table, factor_table):
             table.cache_clear()
         try:
             torch.set_default_dtype(default)
             p = allocate(1, 96, 160, gated=True, has_bias=True, device="cpu")
             pack_expert(p, 0, codes, scales, bias, gated=True, dtype=dtype, layer="l")
-            results.append([*p, *unpack_expert(p, 0, dtype=dtype, k=160, out_features=96, gated=True)])
+            results.append([*p.tensors, *unpack_expert(p, 0, dtype=dtype, k=160, out_features=96, gated=True)])
         finally:
             torch.set_default_dtype(torch.float32)
     for a, b in zip(*results, strict=True):
@@ -191,11 +192,11 @@ def test_float32_scale_of_the_smallest_power():
 
 def refused(match, codes, scales, *, bias=None, has_bias=False, gated=False, dtype=torch.bfloat16, n=64, k=128):
     p = allocate(3, n, k, gated=gated, has_bias=has_bias, device="cpu")
-    before = [None if t is None else t.clone() for t in p]
+    before = [None if t is None else t.clone() for t in p.tensors]
     with pytest.raises(ValueError, match=match) as error:
         pack_expert(p, 2, codes, scales, bias, gated=gated, dtype=dtype, layer="model.layers.3.experts", tensor="w13")
     assert "model.layers.3.experts: expert 2: w13" in str(error.value) or "activations must be" in str(error.value)
-    for t, old in zip(p, before, strict=True):
+    for t, old in zip(p.tensors, before, strict=True):
         assert t is None or torch.equal(t, old)
 
 

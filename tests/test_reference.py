@@ -68,8 +68,8 @@ def run(layer, x, weights, ids, expert_map=None, *, router_weight_on_input=False
         weights,
         ids,
         expert_map,
-        *layer.w13,
-        *layer.w2,
+        *layer.w13.tensors,
+        *layer.w2.tensors,
         torch.empty(0, dtype=torch.uint8),
         out,
         0,
@@ -231,7 +231,7 @@ def test_inputs_are_only_read_and_runs_repeat_bitwise():
     layer = make_layer(4, 96, 96, bias=True)
     x, weights, ids = make_inputs(33, 96, 4, 2)
     expert_map = torch.arange(4, dtype=torch.int32)
-    tensors = [x, weights, ids, expert_map, *layer.w13, *layer.w2]
+    tensors = [x, weights, ids, expert_map, *layer.w13.tensors, *layer.w2.tensors]
     before = [t.clone() for t in tensors]
     first = run(layer, x, weights, ids, expert_map)
     assert torch.equal(first, run(layer, x, weights, ids, expert_map))

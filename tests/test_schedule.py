@@ -4,11 +4,13 @@
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from vllm_humming.moe import measured, schedule
+from vllm_humming.moe import measured, schedule, weight_formats
 
+PATHS = get_args(weight_formats.Path)
 CSRC = Path(__file__).resolve().parent.parent / "csrc" / "moe"
 SHAPES = {  # hidden, padded intermediate, experts, top-k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -24,12 +26,28 @@ def chosen(shape: str, tokens: int) -> tuple[str, str]:
     return schedule.TILES[up].name, schedule.TILES[down].name
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_batch_has_a_tile(shape):
+def test_every_batch_has_a_tile_of_its_path(shape, path):
     hidden, intermediate, experts, top_k = SHAPES[shape]
     for tokens in (*range(0, 600), 1000, 1024, 4096, 16384, 131072):
-        for tile in schedule.select(tokens, top_k, experts, hidden, intermediate):
-            assert 0 <= tile < len(schedule.TILES)
+        for tile in schedule.select(tokens, top_k, experts, hidden, intermediate, path=path):
+            assert schedule.TILES[tile].path == path
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_tile_of_a_path_is_picked_somewhere(path):
+    shapes = [*SHAPES.values(), (736, 128, 7, 3), (2688, 1920, 128, 6)]
+    picked = set()
+    for hidden, intermediate, experts, top_k in shapes:
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096):
+            picked.update(schedule.select(tokens, top_k, experts, hidden, intermediate, path=path))
+    assert picked == set(schedule.tiles_of(path))
+
+
+def test_paths_divide_the_tiles_and_16_bit_ones_come_first():
+    a16, w4a8 = (schedule.tiles_of(path) for path in PATHS)
+    assert a16 + w4a8 == list(range(len(schedule.TILES)))
 
 
 @pytest.mark.parametrize("tile", schedule.TILES, ids=lambda t: t.name)
@@ -70,14 +88,15 @@ def test_choice_is_the_fastest_that_was_measured(shape, tokens, names):
 
 
 def test_records_name_tiles_and_do_not_overlap():
-    names = {tile.name for tile in schedule.TILES}
+    paths = {tile.name: tile.path for tile in schedule.TILES}
     for record in measured.RECORDS:
-        assert record.tile in names
+        assert paths[record.tile] == record.path
         assert record.rows[0] < record.rows[1]
         middle = sum(record.rows) / 2
-        assert measured.tile_for(record.experts, record.n, record.k, middle) == record.tile
-    assert measured.tile_for(128, 2048, 768, 41) is None
-    assert measured.tile_for(64, 2048, 768, 20) is None
+        assert measured.tile_for(record.experts, record.n, record.k, middle, record.path) == record.tile
+    assert measured.tile_for(128, 2048, 768, 41, "a16") is None
+    assert measured.tile_for(64, 2048, 768, 20, "a16") is None
+    assert measured.tile_for(128, 2048, 768, 20, "w4a8") is None
 
 
 def test_expert_parallelism_counts_only_the_rows_that_land_here():
@@ -87,23 +106,25 @@ def test_expert_parallelism_counts_only_the_rows_that_land_here():
 
 
 def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
-    choice, table = schedule.costs(64, 8, 128, 2048, 768)
-    assert all(math.isfinite(c) and c > 0 for row in table for c in row)
-    assert choice == schedule.select(64, 8, 128, 2048, 768)
-    monkeypatch.setattr("sys.argv", ["schedule", "64", "8", "128", "2048", "768"])
-    schedule.main()
-    printed = capsys.readouterr().out
-    assert all(tile.name in printed for tile in schedule.TILES)
+    for path in PATHS:
+        choice, table = schedule.costs(64, 8, 128, 2048, 768, path=path)
+        assert all(math.isfinite(c) and c > 0 for row in table.values() for c in row)
+        assert choice == schedule.select(64, 8, 128, 2048, 768, path=path)
+        assert set(choice) <= table.keys()
+        monkeypatch.setattr("sys.argv", ["schedule", "64", "8", "128", "2048", "768", "--path", path])
+        schedule.main()
+        printed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+        assert printed == [schedule.TILES[index].name for index in schedule.tiles_of(path)]
 
 
 def compiled_tiles() -> dict[str, re.Match]:
-    """name -> the parts of its configuration, from csrc/moe/tiles."""
+    """name -> the parts of its configuration, from csrc/moe/tiles; those for 16-bit activations."""
     config = re.compile(
         r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
         r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\n"
         r"extern const Tile tile_(?P<tile>\w+) = TileInstance<Config_(?P<used>\w+)>::tile\(\);"
     )
-    found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]
+    found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("tile_[0-9]*.cu"))]
     assert all(found)
     return {match["tile"]: match for match in found if match}
 
@@ -115,9 +136,10 @@ def test_the_table_is_what_is_compiled():
     assert all(match["name"] == match["used"] == tile for tile, match in compiled.items())
     order = re.search(r"kTiles\[\] = \{(.*)\}", (CSRC / "tiles.cpp").read_text())
     assert order is not None
-    assert re.findall(r"&tile_(\w+)", order[1]) == [tile.name for tile in schedule.TILES]
-    assert compiled.keys() == {tile.name for tile in schedule.TILES}
-    for tile in schedule.TILES:
+    tiles = [schedule.TILES[index] for index in schedule.tiles_of("a16")]
+    assert re.findall(r"&tile_(\d\w+)", order[1]) == [tile.name for tile in tiles]
+    assert compiled.keys() == {tile.name for tile in tiles}
+    for tile in tiles:
         match = compiled[tile.name]
         assert tile.blocks == int(match["warpgroups"]) * int(match["blocks"])
         assert tile.widths == tuple(int(width) for width in match["widths"].split(","))

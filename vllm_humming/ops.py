@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm_humming.moe import reference
-from vllm_humming.moe.packing import CHUNK_K, PackedProjection
+from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.packing import PackedProjection
 from vllm_humming.moe.weight_formats import BY_CODE, WeightFormat
 
 LIBRARY_PATH = Path(__file__).with_name("_kernels.so")
@@ -22,7 +23,8 @@ _SCHEMAS = {
     "Tensor w13, Tensor w13_row_scale, Tensor? w13_bias, Tensor w2, Tensor w2_row_scale, Tensor? w2_bias, "
     "Tensor(a!) workspace, Tensor(b!) out, int weight_format, int activation, float alpha, float beta, float limit, "
     "bool router_weight_on_input, int tile1, int tile2) -> ()",
-    "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded, int weight_format) -> int",
+    "moe_workspace_bytes": "(int tokens, int top_k, int num_experts, int hidden, int intermediate_padded, "
+    "int weight_format) -> int",
     "gemm_plain": "(Tensor x, Tensor packed, Tensor row_scale, Tensor? bias, Tensor(a!) out, int weight_format, "
     "int tile) -> ()",
     "tile_field": "(int tile, int field) -> int",
@@ -93,7 +95,7 @@ def _check_projection(
                 t.dtype == torch.float32 and tuple(t.shape) == rows,
                 f"{name} {label} must be float32 {rows}, found {t.dtype} {tuple(t.shape)}",
             )
-    return PackedProjection(packed, row_scale, bias)
+    return PackedProjection(packed, row_scale, bias, weight_format)
 
 
 def _check_format(weight_format: int) -> WeightFormat:
@@ -168,13 +170,13 @@ def _moe_cpu(
 def _gemm_plain_cpu(
     x: Tensor, packed: Tensor, row_scale: Tensor, bias: Tensor | None, out: Tensor, weight_format: int, tile: int
 ) -> None:
-    _check_projection("packed", _check_format(weight_format), packed, row_scale, bias)
+    weights = _check_projection("packed", _check_format(weight_format), packed, row_scale, bias)
     _check(
         x.dtype == out.dtype and x.shape[0] == out.shape[0] and packed.shape[0] == 1,
         f"x [M, K], out [M, N] and one expert expected, found {tuple(x.shape)}, {tuple(out.shape)} and "
         f"{packed.shape[0]} experts",
     )
-    reference.gemm_plain(x, packed, row_scale, bias, out)
+    reference.gemm_plain(x, weights, out)
 
 
 def _writes_in_place(*args: object) -> None:
@@ -189,7 +191,9 @@ def _refuse(*args: object) -> None:
     )
 
 
-def _no_workspace(tokens: int, top_k: int, num_experts: int, hidden: int, intermediate_padded: int) -> int:
+def _no_workspace(
+    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate_padded: int, weight_format: int
+) -> int:
     return 0  # the CPU implementation takes its scratch from torch
 
 

@@ -2,9 +2,9 @@
 """Checks on a GPU that the kernels decode weights exactly: identity activations must return them bit for bit.
 
 usage: PYTHONPATH=. python3 tests/gpu/check_decode.py [--device cpu]
-MXFP4: every code x every e8m0 byte 0..254, rows that span the whole exact window. NVFP4: every code x every e4m3 byte,
-zero and subnormals included, in every place. Every compiled tile, bf16 and fp16. What the output dtype cannot hold must
-come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
+MXFP4, also for FP8: every code x every e8m0 byte 0..254, rows that span the whole exact window. NVFP4: every code x
+every e4m3 byte, zero and subnormals included, in every place. Every compiled tile of the path, bf16 and fp16. What the
+output dtype cannot hold must come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
 """
 
 import argparse
@@ -18,9 +18,10 @@ from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.packing import allocate, pack_expert
 from vllm_humming.moe.quantize import Quantized, dequantize
-from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
+from vllm_humming.moe.weight_formats import MXFP4, MXFP4_FP8, NVFP4, WeightFormat
 
 SPANS = {torch.bfloat16: 133, torch.float16: 24}
+FP8_SPAN = 11
 GUARD_ROWS = 4
 
 
@@ -115,6 +116,11 @@ def main() -> int:
             "window rows 192x288": (MXFP4, *window_rows(192, 288, span, device, gen)),
             "window rows 736x2880": (MXFP4, *window_rows(736, 2880, span, device, gen)),
             "window rows 2880x736": (MXFP4, *window_rows(2880, 736, span, device, gen)),
+            "FP8 every code x byte": (MXFP4_FP8, *every_code_and_byte(device)),
+            "FP8 bytes in every place": (MXFP4_FP8, *permuted_bytes(device, gen)),
+            "FP8 rows 192x288": (MXFP4_FP8, *window_rows(192, 288, FP8_SPAN, device, gen)),
+            "FP8 rows 736x2880": (MXFP4_FP8, *window_rows(736, 2880, FP8_SPAN, device, gen)),
+            "FP8 rows 2880x736": (MXFP4_FP8, *window_rows(2880, 736, FP8_SPAN, device, gen)),
             "e4m3 every code x byte": (NVFP4, *e4m3_every_code_and_byte(device)),
             "e4m3 rows 736x2880": (NVFP4, *e4m3_random(736, 2880, device, gen)),
             "e4m3 rows 2880x736": (NVFP4, *e4m3_random(2880, 736, device, gen)),
@@ -122,14 +128,15 @@ def main() -> int:
         for name, (fmt, codes, scales) in cases.items():
             k = codes.shape[1] * 2
             values = 0
-            for tile in range(len(schedule.TILES)):
+            tiles = schedule.tiles_of(fmt.path)
+            for tile in tiles:
                 for first, tokens in ((0, k), (k - 13, 13), (1, 1)):
                     values += tokens * codes.shape[0]
                     problem = wrong(codes, scales, fmt, dtype, tile, first, tokens)
                     if problem:
                         failures += 1
                         print(f"FAIL {name} {dtype} tile {schedule.TILES[tile].name} tokens {tokens}: {problem}")
-            print(f"{name:<22} {dtype!s:<15} {len(schedule.TILES)} tiles  {values:>10} values compared", flush=True)
+            print(f"{name:<24} {dtype!s:<15} {len(tiles)} tiles  {values:>10} values compared", flush=True)
     print(f"{failures} failures")
     return 1 if failures else 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random layers in both weight formats, poisoned runs of the op, and the comparison with the float64 oracle."""
+"""Random layers in every weight format, poisoned runs of the op, and the comparison with the float64 oracle."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,8 +14,11 @@ from vllm_humming.moe.reference import Activation, oracle_moe
 from vllm_humming.moe.weight_formats import MXFP4, WeightFormat
 
 # Relative Frobenius error of a whole layer, and of its worst token (a wrong token must not drown in a large batch).
-LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
-TOKEN_LIMIT = {torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
+# With FP8 activations a value of h that lies between two e4m3 numbers may round either way, in any activation dtype.
+LIMIT = {("a16", torch.bfloat16): 4e-3, ("a16", torch.float16): 1e-3}
+LIMIT |= {("w4a8", torch.bfloat16): 4e-3, ("w4a8", torch.float16): 4e-3}
+TOKEN_LIMIT = {("a16", torch.bfloat16): 1.5e-2, ("a16", torch.float16): 4e-3}
+TOKEN_LIMIT |= {("w4a8", torch.bfloat16): 1.5e-2, ("w4a8", torch.float16): 1.5e-2}
 GUARD_ROWS = 8
 GUARD_BYTES = 4096
 
@@ -62,7 +65,7 @@ def random_weights(
     device = gen.device
     codes = torch.randint(0, 256, (n, k // 2), generator=gen, device=device, dtype=torch.uint8)
     groups = (n, k // weight_format.group_k)
-    if weight_format is MXFP4:
+    if not weight_format.has_global:
         middle = round(127 - math.log2(3.9 * k**0.5)) + boost
         scales = torch.randint(middle - 1, middle + 2, groups, generator=gen, device=device, dtype=torch.uint8)
         return Quantized(codes, scales, None), None
@@ -77,7 +80,7 @@ def random_weights(
 def make_layer(
     shape: Shape, dtype: torch.dtype, device: str, *, seed: int = 0, boost: int = 0, weight_format: WeightFormat = MXFP4
 ) -> Layer:
-    """A layer of about unit gain. boost: weights times 2^boost, which needs row scales from 2^9 on."""
+    """A layer of about unit gain. boost: weights times 2^boost, which needs row scales from 2^9 on in every format."""
     gen = torch.Generator(device=device).manual_seed(seed)
     act = SPECS[shape.spec]["activation"]
     rows = shape.intermediate * (2 if act.gated else 1)
@@ -128,13 +131,21 @@ def padded_intermediate(layer: Layer) -> int:
 def workspace_for(layer: Layer, tokens: int) -> Tensor:
     """uint8 workspace for up to `tokens` tokens, of 0xFF, with a guard behind it that is not part of the view."""
     s = layer.shape
-    size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, s.top_k, s.experts, s.hidden, padded_intermediate(layer))
+    size = torch.ops.vllm_humming.moe_workspace_bytes(
+        tokens, s.top_k, s.experts, s.hidden, padded_intermediate(layer), layer.weight_format.code
+    )
     return torch.full((size + GUARD_BYTES,), 255, dtype=torch.uint8, device=layer.w13.packed.device)[:size]
 
 
 def selected_tiles(layer: Layer, tokens: int, top_k: int | None = None) -> tuple[int, int]:
     s = layer.shape
-    return schedule.select(tokens, top_k or s.top_k, s.experts, s.hidden, padded_intermediate(layer))
+    path = layer.weight_format.path
+    return schedule.select(tokens, top_k or s.top_k, s.experts, s.hidden, padded_intermediate(layer), path=path)
+
+
+def every_tile(layer: Layer) -> list[int]:
+    """Indices of the tiles that can run the layer."""
+    return schedule.tiles_of(layer.weight_format.path)
 
 
 def launch(layer, x, weights, ids, out, workspace, tiles, expert_map=None, router_weight_on_input=False) -> None:
@@ -142,7 +153,7 @@ def launch(layer, x, weights, ids, out, workspace, tiles, expert_map=None, route
     o = {"alpha": 1.0, "beta": 0.0, "limit": math.inf} | layer.options
     code = layer.weight_format.code
     torch.ops.vllm_humming.moe(
-        x, weights, ids, expert_map, *layer.w13, *layer.w2, workspace, out, code, int(o["activation"]),
+        x, weights, ids, expert_map, *layer.w13.tensors, *layer.w2.tensors, workspace, out, code, int(o["activation"]),
         o["alpha"], o["beta"], o["limit"], router_weight_on_input, *tiles,
     )  # fmt: skip
 
@@ -180,7 +191,7 @@ def run(layer, x, weights, ids, *, tiles=None, expert_map=None, router_weight_on
     return results[0]
 
 
-def compare(out: Tensor, want: Tensor) -> float:
+def compare(layer: Layer, out: Tensor, want: Tensor) -> float:
     """The relative Frobenius error; raises Mismatch past the limits. Tokens that want zero must be exactly zero."""
     if not out.numel():
         return 0.0
@@ -193,14 +204,17 @@ def compare(out: Tensor, want: Tensor) -> float:
         return 0.0
     errors = (out.double() - want).norm(dim=1)
     error = float(errors.norm()) / total
-    require(error <= LIMIT[out.dtype], f"error {error:.2e} > {LIMIT[out.dtype]:.1e}")
+    path = layer.weight_format.path
+    limit, token_limit = LIMIT[path, out.dtype], TOKEN_LIMIT[path, out.dtype]
+    require(error <= limit, f"error {error:.2e} > {limit:.1e}")
     floor = total / want.shape[0] ** 0.5 / 4  # a token whose experts cancel is not held to its own norm
     token = float((errors / norms.clamp(min=floor)).max())
-    require(token <= TOKEN_LIMIT[out.dtype], f"worst token's error {token:.2e} > {TOKEN_LIMIT[out.dtype]:.1e}")
+    require(token <= token_limit, f"worst token's error {token:.2e} > {token_limit:.1e}")
     return error
 
 
 def oracle(layer, x, weights, ids, expert_map=None, router_weight_on_input=False) -> Tensor:
     return oracle_moe(
-        x, weights, ids, expert_map, *layer.dense, router_weight_on_input=router_weight_on_input, **layer.options
-    )
+        x, weights, ids, expert_map, *layer.dense, router_weight_on_input=router_weight_on_input,
+        fp8_activations=layer.weight_format.path == "w4a8", **layer.options,
+    )  # fmt: skip

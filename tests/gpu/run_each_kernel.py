@@ -12,11 +12,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from layers import SPECS, Shape, batch, launch, make_layer, selected_tiles, workspace_for
+from layers import SPECS, Shape, batch, every_tile, launch, make_layer, selected_tiles, workspace_for
 
 from benchmarks.routing import route
 from vllm_humming import ops
-from vllm_humming.moe import schedule
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 TOKENS = (1, 37, 200)
@@ -38,12 +37,12 @@ def main() -> None:
     for dtype, fmt in product((torch.bfloat16, torch.float16), WEIGHT_FORMATS.values()):
         for spec in SPECS:
             layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda", weight_format=fmt)
-            every_tile = [(t, t) for t in range(len(schedule.TILES))] if spec in thorough else []
+            pairs = [(t, t) for t in every_tile(layer)] if spec in thorough else []
             for tokens in TOKENS[1:2] if few else TOKENS:
                 x = batch(tokens, layer, gen)
                 weights, ids = route(tokens, 3, 2, "uniform", gen)
                 ids[::5, 0] = -1
-                for tiles in (selected_tiles(layer, tokens), *every_tile):
+                for tiles in (selected_tiles(layer, tokens), *pairs):
                     launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles)
                     runs += 1
     layer = make_layer(Shape(96, 96, 40, 8), torch.bfloat16, "cuda")

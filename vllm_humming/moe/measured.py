@@ -7,18 +7,20 @@ holds for the GEMM it names and for the rows an expert that were measured, on an
 
 from dataclasses import dataclass
 
+from vllm_humming.moe.weight_formats import Path
+
 
 @dataclass(frozen=True)
 class Record:
-    """experts: local experts. n, k: weight rows and reduction of the GEMM, with the
-    intermediate size padded to 128. rows: inclusive
-    range of the mean rows an active expert. tile: name in schedule.TILES."""
+    """experts: local experts. n, k: weight rows and reduction of the GEMM, with the intermediate size padded to 128.
+    rows: inclusive range of the mean rows an active expert. tile: name in schedule.TILES, of that path."""
 
     experts: int
     n: int
     k: int
     rows: tuple[float, float]
     tile: str
+    path: Path = "a16"
 
 
 RECORDS = (
@@ -33,9 +35,10 @@ RECORDS = (
 )
 
 
-def tile_for(experts: int, n: int, k: int, rows: float) -> str | None:
-    """The recorded tile of a GEMM, or None."""
+def tile_for(experts: int, n: int, k: int, rows: float, path: Path) -> str | None:
+    """The recorded tile of a GEMM on that path, or None."""
+    wanted = (experts, n, k, path)
     for record in RECORDS:
-        if (record.experts, record.n, record.k) == (experts, n, k) and record.rows[0] <= rows <= record.rows[1]:
+        if (record.experts, record.n, record.k, record.path) == wanted and record.rows[0] <= rows <= record.rows[1]:
             return record.tile
     return None

@@ -17,7 +17,9 @@ import vllm_humming.ops  # noqa: F401  (defines the ops)
 from vllm_humming import __version__, compat, hardware
 from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
-from vllm_humming.moe.packing import CHUNK_K, PackedProjection
+from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.packing import PackedProjection
+from vllm_humming.moe.weight_formats import WeightFormat
 from vllm_humming.options import HummingOptions
 from vllm_humming.quant_methods import dummy
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
@@ -131,13 +133,15 @@ class HummingMoEMethod(FusedMoEMethodBase):
             "w13": packing.allocate(num_experts, rows, hidden_size, gated=gated, pad_rows_to=CHUNK_K, **make),
             "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, **make),
         }
-        for projection, tensors in packed.items():
-            for name, tensor in zip(("packed", "row_scale", "packed_bias"), tensors, strict=True):
+        for projection, weights in packed.items():
+            for name, tensor in zip(("packed", "row_scale", "packed_bias"), weights.tensors, strict=True):
                 if tensor is not None:
                     layer.register_parameter(f"{projection}_{name}", nn.Parameter(tensor, requires_grad=False))
         self._dtype, self._shape = dtype, shape
         self._dummy = compat.uses_dummy_weights()
-        self._loader: ExpertLoader | None = ExpertLoader(self.layer_name, self.scheme, shape, packed_of(layer), dtype)
+        self._loader: ExpertLoader | None = ExpertLoader(
+            self.layer_name, self.scheme, shape, packed_of(layer, self.weight_format), dtype
+        )
         self._placeholders: list[str] = []
         for projection in PROJECTIONS:
             for suffix, kind in self.scheme.tensors:
@@ -152,7 +156,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         """
         if self._loader is None:
             return
-        packed = packed_of(layer)
+        packed = packed_of(layer, self.weight_format)
         if self._dummy:
             dummy.fill_dummy(packed, self._shape, self._dtype)
         elif not self._loader.touched and dummy.was_written(packed):
@@ -200,7 +204,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         expert_map = layer.expert_map
         router_weight_on_input = bool(layer.apply_router_weight_on_input)
         if self.backend == "reference" and x.is_cuda:
-            packed = packed_of(layer)
+            packed = packed_of(layer, self.weight_format)
             reference.moe(
                 x,
                 topk_weights,
@@ -248,10 +252,14 @@ class HummingMoEMethod(FusedMoEMethodBase):
         if self.backend == "reference":
             return torch.empty(0, dtype=torch.uint8, device=device), 0, 0
         experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
-        size = torch.ops.vllm_humming.moe_workspace_bytes(tokens, top_k, experts, hidden, intermediate)
+        size = torch.ops.vllm_humming.moe_workspace_bytes(
+            tokens, top_k, experts, hidden, intermediate, self.weight_format.code
+        )
         global_experts = experts if layer.expert_map is None else layer.expert_map.shape[0]
         gated = self.activation.code.gated
-        tile1, tile2 = schedule.select(tokens, top_k, experts, hidden, intermediate, gated, global_experts)
+        tile1, tile2 = schedule.select(
+            tokens, top_k, experts, hidden, intermediate, gated, global_experts, self.weight_format.path
+        )
         return compat.workspace((size,), torch.uint8), tile1, tile2
 
     def _refuse_unsupported(self) -> None:
@@ -345,13 +353,14 @@ class HummingMoEMethod(FusedMoEMethodBase):
             )
 
 
-def packed_of(layer: nn.Module) -> dict[Projection, PackedProjection]:
+def packed_of(layer: nn.Module, weight_format: WeightFormat) -> dict[Projection, PackedProjection]:
     """The packed parameters of a layer, w13 first."""
     return {
         projection: PackedProjection(
             getattr(layer, f"{projection}_packed"),
             getattr(layer, f"{projection}_row_scale"),
             getattr(layer, f"{projection}_packed_bias", None),
+            weight_format,
         )
         for projection in PROJECTIONS
     }

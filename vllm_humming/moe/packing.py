@@ -5,39 +5,35 @@ The layout (chunks of 64 rows x 128 K, gated row order, code words, group scales
 docs/kernel-notes.md, section 2. Everything here is vectorised torch and runs on whatever device the tensors are on.
 """
 
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.scales import Window, check_global_scale, window_of
-from vllm_humming.moe.weight_formats import (
-    BLOCK_ROWS,
-    CHUNK_K,
-    CODE_BYTES,
-    E2M1_VALUES,
-    MXFP4,
-    WeightFormat,
-    factor_table,
-    format_of_chunk,
-)
+from vllm_humming.moe.codes import BLOCK_ROWS, CHUNK_K, CODE_BYTES, code_values, code_words
+from vllm_humming.moe.fp8 import Rounding
+from vllm_humming.moe.scales import check_global_scale, window_of
+from vllm_humming.moe.weight_formats import MXFP4, WeightFormat, factor_table
 
 
-class PackedProjection(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PackedProjection:
     """One projection of every local expert in the kernels' layout.
 
-    packed: uint8 [E, rows / 64, K / 128, chunk bytes], 4352 for MXFP4 and 4608 for NVFP4. row_scale: fp32 [E, rows].
-    bias: fp32 [E, rows] or None. rows and K are the padded sizes; row_scale and bias are in packed row order.
+    packed: uint8 [E, rows / 64, K / 128, weight_format.chunk_bytes]. row_scale: fp32 [E, rows]. bias: fp32 [E, rows] or
+    None. rows and K are the padded sizes; row_scale and bias are in packed row order.
     """
 
     packed: Tensor
     row_scale: Tensor
     bias: Tensor | None
+    weight_format: WeightFormat
 
     @property
-    def weight_format(self) -> WeightFormat:
-        return format_of_chunk(self.packed.shape[3])
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(packed, row_scale, bias), as the op takes them."""
+        return self.packed, self.row_scale, self.bias
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -91,7 +87,7 @@ def allocate(
     packed[..., CODE_BYTES:] = weight_format.zero_group
     row_scale = torch.ones((num_experts, rows), dtype=torch.float32, device=device)
     bias = torch.zeros((num_experts, rows), dtype=torch.float32, device=device) if has_bias else None
-    return PackedProjection(packed, row_scale, bias)
+    return PackedProjection(packed, row_scale, bias, weight_format)
 
 
 def pack_expert(
@@ -107,8 +103,8 @@ def pack_expert(
     dtype: torch.dtype,
     layer: str,
     tensor: str = "weight",
-) -> None:
-    """Packs one expert's projection into dst, in place, padding included. dst's chunks say the weight format.
+) -> Rounding:
+    """Packs one expert's projection into dst, in place, padding included; returns what that took from its weights.
 
     codes: uint8 or int8 [N, K/2], even k in the low nibble. scales: [N, K/group], in one of the format's scale_dtypes.
     bias: [N] or None, as dst has it. global_scale: fp32, one value or [N] in the rows' order, for formats that have
@@ -124,28 +120,24 @@ def pack_expert(
     rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K
     codes, raw, factor = _checked_inputs(where, codes, scales, bias, global_scale, dst, k, gated)
 
-    groups = codes.view(codes.shape[0], -1, fmt.group_k // 2)
-    nonzero = fmt.nonzero(raw)
-    if nonzero is not None:  # the packed scale of a zero is that of another number
-        groups = groups * nonzero[..., None]
-        codes = groups.view_as(codes)
-    live = (groups & 0x77).ne(0).any(-1)  # groups with a non-zero code
-    group_bytes, row_scale = fmt.pack_scales(where, raw, live, factor, window)
+    groups = fmt.pack_groups(where, codes.view(codes.shape[0], -1, fmt.group_k // 2), raw, factor, window)
 
     def spread(t: Tensor, columns: int, fill: float) -> Tensor:
         return _to_packed_rows(t, rows, columns, gated=gated, interleaved=gate_up == "interleaved", fill=fill)
 
-    words = _code_words(spread(codes, k // 2, 0), window)
+    words = code_words(spread(groups.codes.view_as(codes), k // 2, 0), fmt.code_layout(window))
     # [block, w, half, g, chunk, group] -> [block, chunk, w, g, half, group]
-    group_bytes = spread(group_bytes, k // fmt.group_k, fmt.zero_group).view(blocks, 4, 2, 8, chunks, fmt.chunk_groups)
+    group_bytes = spread(groups.scales, k // fmt.group_k, fmt.zero_group)
+    group_bytes = group_bytes.view(blocks, 4, 2, 8, chunks, fmt.chunk_groups)
     group_bytes = group_bytes.permute(0, 4, 1, 3, 2, 5).reshape(blocks, chunks, fmt.scale_bytes)
 
     target = dst.packed[expert]
     target.view(torch.int32)[..., : CODE_BYTES // 4].copy_(words)
     target[..., CODE_BYTES:].copy_(group_bytes)
-    dst.row_scale[expert].copy_(spread(row_scale[:, None], 1, 1.0)[:, 0])
+    dst.row_scale[expert].copy_(spread(groups.row_scale[:, None], 1, 1.0)[:, 0])
     if dst.bias is not None and bias is not None:
         dst.bias[expert].copy_(spread(bias.detach().float()[:, None], 1, 0.0)[:, 0])
+    return groups.rounding
 
 
 def unpack_expert(
@@ -181,20 +173,15 @@ def unpack_unscaled(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the kernels multiply: (weights without the row scale [out_features, k], row scale [out_features], bias).
 
-    Rows in checkpoint order as in unpack_expert. The unscaled weights are exact in dtype and in out_dtype.
+    Rows in checkpoint order as in unpack_expert. The unscaled weights are exact in out_dtype and in what the kernels
+    decode to: dtype or, in formats for FP8 activations, e4m3.
     """
     fmt, window = p.weight_format, window_of(dtype)
     source = p.packed[expert]
     blocks, chunks = source.shape[:2]
     rows, device = blocks * BLOCK_ROWS, source.device
-    words = source.view(torch.int32)[..., : CODE_BYTES // 4].reshape(blocks, chunks, 2, 4, 8, 4, 4, 1, 1, 1)
-    magnitude, sign = _lane_shifts(device, window)
-    values = (words >> magnitude).bitwise_and_(7)
-    values |= (words >> sign).bitwise_and_(1) << 3
-    # [block, chunk, half_k, w, g, q, step, k_high, half, lane]
-    # -> [block, w, half, g, chunk, half_k, step, k_high, q, lane]
-    values = values.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(-1, fmt.group_k)
-    weight = _value_table(device, out_dtype).index_select(0, values.view(-1)).view_as(values)
+    words = source.view(torch.int32)[..., : CODE_BYTES // 4]
+    weight = code_values(words, fmt.code_layout(window), out_dtype).view(-1, fmt.group_k)
     # [block, chunk, w, g, half, group] -> [block, w, half, g, chunk, group]
     packed_scales = source[..., CODE_BYTES:].reshape(blocks, chunks, 4, 8, 2, fmt.chunk_groups)
     packed_scales = packed_scales.permute(0, 2, 4, 3, 1, 5).reshape(-1).to(torch.int32)
@@ -277,41 +264,3 @@ def _from_packed_rows(t: Tensor, out_features: int, gated: bool) -> Tensor:
         return t[:out_features]
     halves = t.view(t.shape[0] // 16, 2, 8, -1).transpose(0, 1).reshape(2, t.shape[0] // 2, -1)
     return halves[:, : out_features // 2].reshape(out_features, *t.shape[1:])
-
-
-def _code_words(codes: Tensor, window: Window) -> Tensor:
-    """uint8 [rows, K/2] in packed row order -> int32 [rows / 64, K / 128, 1024]."""
-    blocks, chunks = codes.shape[0] // BLOCK_ROWS, codes.shape[1] * 2 // CHUNK_K
-    # [block, w, half, g, chunk, half_k, step, k_high, q] -> [k_high, half, block, chunk, half_k, w, g, q, step]
-    fragments = codes.view(blocks, 4, 2, 8, chunks, 2, 4, 2, 4).permute(7, 2, 0, 4, 5, 1, 3, 8, 6).reshape(4, -1)
-    words = None
-    for fragment, table in zip(fragments, _word_table(codes.device, window), strict=True):
-        part = table.index_select(0, fragment.to(torch.int32))
-        words = part if words is None else words.bitwise_or_(part)
-    assert words is not None
-    return words.view(blocks, chunks, CODE_BYTES // 4)
-
-
-@lru_cache(maxsize=32)
-def _word_table(device: torch.device, window: Window) -> Tensor:
-    """int32 [4, 256]: fragment and code byte (two codes) -> that fragment's bits of the word."""
-    table = []
-    for low, sign in zip(window.magnitude_bits, window.sign_bits, strict=True):
-        lanes = [(code & 7) << low | (code >> 3) << sign for code in range(16)]
-        words = [lanes[byte & 15] | lanes[byte >> 4] << 16 for byte in range(256)]
-        table.append([word - (1 << 32) if word >> 31 else word for word in words])
-    return torch.tensor(table, dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=32)
-def _lane_shifts(device: torch.device, window: Window) -> tuple[Tensor, Tensor]:
-    """int32 [k_high 2, half 2, lane 2] right shifts that bring magnitude and sign of a word's codes to bit 0."""
-    lanes = torch.tensor([0, 16], dtype=torch.int32)
-    magnitude = torch.tensor(window.magnitude_bits, dtype=torch.int32)[:, None] + lanes
-    sign = torch.tensor(window.sign_bits, dtype=torch.int32)[:, None] + lanes
-    return magnitude.view(2, 2, 2).to(device), sign.view(2, 2, 2).to(device)
-
-
-@lru_cache(maxsize=32)
-def _value_table(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(E2M1_VALUES, dtype=dtype, device=device)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.weight_formats import E2M1_VALUES, MXFP4, NVFP4, WeightFormat
+from vllm_humming.moe.codes import E2M1_VALUES
+from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
 
 _CHUNK_ELEMENTS = 1 << 22  # temporaries are a few times this many float32
 _E2M1_MAX = 6.0

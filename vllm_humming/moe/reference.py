@@ -2,17 +2,21 @@
 """The routed-experts layer in plain torch: the CPU path of the op, and a float64 oracle for tests.
 
 Rounding points are those of docs/kernel-notes.md, section 1: fp32 accumulation, `h` and the weighted slot outputs
-rounded once to the activation dtype, the sum over top-k in fp32 and ascending, rounded once.
+rounded once to the activation dtype, the sum over top-k in fp32 and ascending, rounded once. On the FP8 path x and `h`
+are quantised to e4m3 in blocks of 128 instead (`h` from fp32), and each block's sum is scaled before it is added.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.packing import CHUNK_K, PackedProjection, unpack_unscaled
+from vllm_humming.moe import fp8
+from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.packing import PackedProjection, unpack_unscaled
 
 
 class Activation(IntEnum):
@@ -46,7 +50,7 @@ def moe(
 
     topk_weights fp32 [M, k]; topk_ids int32 [M, k], global ids when expert_map (int32 [global experts]) is given. Ids
     that are negative, out of range or mapped to a negative expert contribute nothing. w13 and w2 are packed for
-    x.dtype. Works on any device, one pass per active expert.
+    x.dtype, in one weight format. Works on any device, one pass per active expert.
     """
     act = Activation(activation)
     tokens, hidden = x.shape
@@ -64,16 +68,16 @@ def moe(
             out_features=intermediate * (2 if act.gated else 1),
             gated=act.gated,
         )
-        h = _linear(x[slots // top_k].float(), up, up_scale)
+        h = _linear(x[slots // top_k], up, up_scale, w13)
         if router_weight_on_input:
             h.mul_(weights)
         if up_bias is not None:
             h.add_(up_bias)
-        h = activate(h, act, alpha, beta, limit).to(x.dtype).float()
+        h = activate(h, act, alpha, beta, limit)
         down, down_scale, down_bias = unpack_unscaled(
             w2, expert, dtype=x.dtype, k=intermediate, out_features=hidden, gated=False
         )
-        slot_out = _linear(h, down, down_scale)
+        slot_out = _linear(h if _fp8(w2) else h.to(x.dtype), down, down_scale, w2)
         if down_bias is not None:
             slot_out.add_(down_bias)
         if not router_weight_on_input:
@@ -85,18 +89,13 @@ def moe(
     out.copy_(total)
 
 
-def gemm_plain(x: Tensor, packed: Tensor, row_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = x [M, K] @ W^T + bias for one packed, non-gated expert (packed has E = 1), rounded once."""
-    weight, scale, b = unpack_unscaled(
-        PackedProjection(packed, row_scale, bias),
-        0,
-        dtype=x.dtype,
-        k=x.shape[1],
-        out_features=out.shape[1],
-        gated=False,
+def gemm_plain(x: Tensor, weights: PackedProjection, out: Tensor) -> None:
+    """out [M, N] = x [M, K] @ W^T + bias for one packed, non-gated expert (weights has E = 1), rounded once."""
+    weight, scale, bias = unpack_unscaled(
+        weights, 0, dtype=x.dtype, k=x.shape[1], out_features=out.shape[1], gated=False
     )
-    acc = _linear(x.float(), weight, scale)
-    out.copy_(acc if b is None else acc.add_(b))
+    acc = _linear(x, weight, scale, weights)
+    out.copy_(acc if bias is None else acc.add_(bias))
 
 
 def oracle_moe(
@@ -114,28 +113,34 @@ def oracle_moe(
     beta: float = 0.0,
     limit: float = math.inf,
     router_weight_on_input: bool = False,
+    fp8_activations: bool = False,
 ) -> Tensor:
     """The layer in float64 without intermediate rounding, from dense weights: float64 [M, H].
 
     w13[e] [2I, H] ([gate; up]) or [I, H] when not gated, w2[e] [H, I], b13[e] and b2[e] matching; indexed by expert, so
-    a lazy sequence keeps memory low. Other arguments as in moe.
+    a lazy sequence keeps memory low. Other arguments as in moe. fp8_activations: x and h are rounded as the FP8 path
+    rounds them (fp8.round_activations). Its h is not bit for bit the kernels', so a few values round the other way.
     """
     act = Activation(activation)
+    rounded = fp8.round_activations if fp8_activations else Tensor.double
     top_k = topk_ids.shape[1]
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     slot_weights = topk_weights.reshape(-1).double()
     for expert, slots in _slots_by_expert(topk_ids, expert_map, len(w13)):
         weights = slot_weights[slots][:, None]
-        h = x[slots // top_k].double() @ w13[expert].double().T
+        h = rounded(x[slots // top_k]) @ w13[expert].double().T
         if router_weight_on_input:
             h = h * weights
         if b13 is not None:
             h = h + b13[expert].double()
-        y = activate(h, act, alpha, beta, limit) @ w2[expert].double().T
+        y = rounded(activate(h, act, alpha, beta, limit)) @ w2[expert].double().T
         if b2 is not None:
             y = y + b2[expert].double()
         out.index_add_(0, slots // top_k, y if router_weight_on_input else y * weights)
     return out
+
+
+oracle_moe_fp8 = partial(oracle_moe, fp8_activations=True)
 
 
 def activate(h: Tensor, activation: Activation, alpha: float, beta: float, limit: float) -> Tensor:
@@ -150,8 +155,14 @@ def activate(h: Tensor, activation: Activation, alpha: float, beta: float, limit
     return (up + beta) * gate * torch.sigmoid(alpha * gate)
 
 
-def _linear(x: Tensor, weight: Tensor, row_scale: Tensor) -> Tensor:
-    return (x @ weight.T).mul_(row_scale)
+def _fp8(weights: PackedProjection) -> bool:
+    return weights.weight_format.path == "w4a8"
+
+
+def _linear(x: Tensor, weight: Tensor, row_scale: Tensor, packed: PackedProjection) -> Tensor:
+    """fp32 [M, N]: x [M, K] times one expert of `packed`, as unpack_unscaled gives it."""
+    product = fp8.linear(x, weight) if _fp8(packed) else x.float() @ weight.T
+    return product.mul_(row_scale)
 
 
 def _slots_by_expert(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Iterator[tuple[int, Tensor]]:

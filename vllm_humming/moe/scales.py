@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_humming.moe.codes import BF16_CODES, FP16_CODES, CodeLayout
+
 
 class Window(NamedTuple):
     """How an activation dtype holds codes and e8m0 scales: 2^s in a row scaled by 2^b is the byte s - b + offset."""
 
     name: str
-    magnitude_bits: tuple[int, int, int, int]  # lowest magnitude bit of fragments 0..3 in a 16-bit lane
-    sign_bits: tuple[int, int, int, int]  # sign bit of fragments 0..3 in a 16-bit lane
+    codes: CodeLayout
     offset: int
     lowest: int  # smallest s - b for which 0.5 * 2^(s - b) is still exact
     infinite_exponent: int  # the exponent field of infinity and NaN
@@ -25,8 +26,8 @@ class Window(NamedTuple):
 
 HIGHEST = 1  # largest s - b kept
 WINDOWS = {
-    torch.bfloat16: Window("bfloat16", (6, 3, 0, 9), (15, 12, 14, 13), 126 + 127, -132, 255),
-    torch.float16: Window("float16", (9, 6, 3, 0), (15, 12, 14, 13), 14 + 15, -23, 31),
+    torch.bfloat16: Window("bfloat16", BF16_CODES, 126 + 127, -132, 255),
+    torch.float16: Window("float16", FP16_CODES, 14 + 15, -23, 31),
 }
 
 # A packed e4m3 scale: 1.mmm * 2^x is (x + 20) << 3 | mmm, and decodes to 1.mmm * 2^(x - 9) in both activation dtypes.

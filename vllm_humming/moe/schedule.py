@@ -15,8 +15,10 @@ import argparse
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from vllm_humming.moe import measured
+from vllm_humming.moe.weight_formats import Path
 
 SMS = 132
 CLOCK_GHZ = 1.75
@@ -35,7 +37,7 @@ class Tile:
     """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens, `ctas` CTAs an SM.
 
     `cycles[i]`: the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted
-    copy of the tokens.
+    copy of the tokens. `path`: "a16" (activations of 16 bits) or "w4a8".
     """
 
     name: str
@@ -44,6 +46,7 @@ class Tile:
     sorted_tokens: bool
     widths: tuple[int, ...]
     cycles: tuple[int, ...]
+    path: Path = "a16"
 
     def chunk_cycles(self, rows: float) -> float:
         """SM cycles of a weight chunk for `rows` tokens of one expert."""
@@ -73,6 +76,10 @@ TILES = (
     Tile("128x96", 2, 2, True, (32, 64, 80, 96), (359, 424, 472, 520)),
     Tile("256x128", 4, 1, True, (32, 64, 96, 128), (344, 399, 479, 589)),
     Tile("256x160", 4, 1, True, (64, 96, 128, 160), (404, 473, 581, 729)),
+    # Estimates, not measured: memory or decode (about 240 each), 15 % on top, and a little for each token.
+    Tile("f8-256x16", 4, 2, True, (8, 16), (284, 292), "w4a8"),
+    Tile("f8-256x64", 4, 1, True, (16, 32, 48, 64), (292, 308, 324, 340), "w4a8"),
+    Tile("f8-256x112", 4, 1, True, (64, 80, 96, 112), (336, 340, 348, 372), "w4a8"),
 )
 
 
@@ -95,6 +102,11 @@ def _whole(rounds: float, least: float) -> float:
     return full + (least + (1 - least) * (rounds - full) if rounds > full else 0.0)
 
 
+def tiles_of(path: Path) -> list[int]:
+    """Indices into TILES of a path's tiles."""
+    return [index for index, tile in enumerate(TILES) if tile.path == path]
+
+
 @lru_cache(maxsize=8192)
 def select(
     num_tokens: int,
@@ -104,14 +116,15 @@ def select(
     intermediate: int,
     gated: bool = True,
     global_experts: int | None = None,
+    path: Path = "a16",
 ) -> tuple[int, int]:
-    """Indices into TILES for the up and the down GEMM.
+    """Indices into TILES for the up and the down GEMM, of tiles of that path.
 
     num_tokens: tokens of the batch. top_k: experts a token. num_experts: local experts. hidden, intermediate: sizes of
     the layer (intermediate padded to 128). global_experts: experts that the ids range over, more than num_experts under
     expert parallelism. Pure host arithmetic, cached: safe under graph capture.
     """
-    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts)[0]
+    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)[0]
 
 
 def costs(
@@ -122,8 +135,9 @@ def costs(
     intermediate: int,
     gated: bool = True,
     global_experts: int | None = None,
-) -> tuple[tuple[int, int], list[tuple[float, float]]]:
-    """What `select` picks, and every tile's expected (up, down) microseconds."""
+    path: Path = "a16",
+) -> tuple[tuple[int, int], dict[int, tuple[float, float]]]:
+    """What `select` picks, and the expected (up, down) microseconds of every tile of the path, by its index."""
     # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
     share = num_experts / max(num_experts, global_experts or 0)
     entries = max(1.0, max(1, min(num_tokens, 16384)) * top_k * share)
@@ -133,39 +147,41 @@ def costs(
     rows = [max(1.0, mean + z * spread) for z in _QUANTILES]
     up_blocks = math.ceil(intermediate * (2 if gated else 1) / 64)
     copy = entries * hidden * 2 / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9 + COPY_LATENCY_CYCLES
-    table = []
-    for tile in TILES:
+    table = {}
+    for index in tiles_of(path):
+        tile = TILES[index]
         up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128), EPILOGUE_CYCLES[0]) + (
             copy if tile.sorted_tokens else 0.0
         )
         down = _gemm_cycles(
             tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128), EPILOGUE_CYCLES[1]
         )
-        table.append((up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3))
+        table[index] = up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3
     up_n = intermediate * (2 if gated else 1)
     recorded = (
-        measured.tile_for(num_experts, up_n, hidden, mean),
-        measured.tile_for(num_experts, hidden, intermediate, mean),
+        measured.tile_for(num_experts, up_n, hidden, mean, path),
+        measured.tile_for(num_experts, hidden, intermediate, mean, path),
     )
     names = [tile.name for tile in TILES]
     choice = tuple(
-        names.index(name) if name else min(range(len(TILES)), key=lambda t: table[t][side])
-        for side, name in enumerate(recorded)
+        names.index(name) if name else min(table, key=lambda t: table[t][side]) for side, name in enumerate(recorded)
     )
     return (choice[0], choice[1]), table
 
 
 def main() -> None:
-    """Prints every tile's expected cost and the choice."""
+    """Prints the expected cost of every tile of a path, and the choice."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     for name in ("tokens", "top_k", "experts", "hidden", "intermediate"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--path", choices=get_args(Path), default="a16")
     args = parser.parse_args()
-    choice, table = costs(args.tokens, args.top_k, args.experts, args.hidden, math.ceil(args.intermediate / 128) * 128)
-    print(f"{'tile':<10}{'up us':>10}{'down us':>10}")
-    for index, (tile, (up, down)) in enumerate(zip(TILES, table, strict=True)):
+    intermediate = math.ceil(args.intermediate / 128) * 128
+    choice, table = costs(args.tokens, args.top_k, args.experts, args.hidden, intermediate, path=args.path)
+    print(f"{'tile':<12}{'up us':>10}{'down us':>10}")
+    for index, (up, down) in table.items():
         marks = " up" * (index == choice[0]) + " down" * (index == choice[1])
-        print(f"{tile.name:<10}{up:>10.1f}{down:>10.1f}{marks}")
+        print(f"{TILES[index].name:<12}{up:>10.1f}{down:>10.1f}{marks}")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,34 @@
 """The FP4 weight formats: e2m1 codes, and what differs between them. docs/kernel-notes.md, section 2.
 
 Packing, loading, the method, the reference and the op take a WeightFormat and know no format by name; a new format is
-one more class here and a decode in the kernels.
+one more class here and a decode in the kernels. One that checkpoints store may be packed in more than one way.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_humming.moe import scales
+from vllm_humming.moe import fp8, scales
+from vllm_humming.moe.codes import BLOCK_ROWS, CHUNK_K, CODE_BYTES, E4M3_CODES, CodeLayout
+from vllm_humming.moe.fp8 import Rounding
 from vllm_humming.moe.scales import Window
 
-BLOCK_ROWS = 64
-CHUNK_K = 128
-CODE_BYTES = BLOCK_ROWS * CHUNK_K // 2
+Path = Literal["a16", "w4a8"]
 
-# Values of the sixteen e2m1 codes, index = code (OCP MX v1.0, table 5); bit 3 is the sign.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+class PackedGroups(NamedTuple):
+    """codes uint8 [N, groups, group_k/2], even k in the low nibble; scales: packed bytes uint8 [N, groups]; row_scale
+    fp32 [N]; rounding: what the weights lost.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    row_scale: Tensor
+    rounding: Rounding
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class WeightFormat(ABC):
     name: as options and checkpoints' descriptions spell it. code: the op's weight_format. group_k: consecutive K that
     share a scale. scale_dtypes: dtypes that checkpoints may store the scales in; uint8 holds the raw bytes. has_global:
     whether an fp32 scale over all groups comes on top. one: the raw scale byte of 1.0. zero_group: a packed scale byte
-    that is legal in both activation dtypes, for groups whose codes are all zero.
+    that is legal in both activation dtypes, for groups whose codes are all zero. path: "w4a8" where the kernels decode
+    to e4m3 and quantise the activations, "a16" where weights take the activations' dtype.
     """
 
     name: str
@@ -40,6 +50,7 @@ class WeightFormat(ABC):
     has_global: bool
     one: int
     zero_group: int
+    path: Path = "a16"
 
     @property
     def label(self) -> str:
@@ -56,8 +67,12 @@ class WeightFormat(ABC):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a packed chunk of 64 rows x 128 K. No two formats have the same."""
+        """Bytes of a packed chunk of 64 rows x 128 K."""
         return CODE_BYTES + self.scale_bytes
+
+    def code_layout(self, window: Window) -> CodeLayout:
+        """Where the codes lie in the words of a chunk."""
+        return window.codes
 
     @abstractmethod
     def raw_scales(self, where: str, stored: Tensor) -> Tensor:
@@ -68,29 +83,34 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def nonzero(self, raw: Tensor) -> Tensor | None:
-        """Which raw scales are not zero, bool [N, groups]; None where the format has no zero scale."""
+    def pack_groups(
+        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
+    ) -> PackedGroups:
+        """Codes uint8 [N, groups, group_k/2] and raw scales [N, groups] as the container holds them.
 
-    @abstractmethod
-    def pack_scales(
-        self, where: str, raw: Tensor, live: Tensor, global_scale: Tensor | None, window: Window
-    ) -> tuple[Tensor, Tensor]:
-        """Raw scales [N, groups] -> (packed bytes uint8 [N, groups], row scale fp32 [N]).
-
-        live: bool [N, groups], groups that hold a non-zero weight. global_scale: fp32 [N] or None, as has_global says.
-        Raises ValueError, its message started by where, for scales that the activation dtype cannot hold exactly.
+        global_scale: fp32 [N] or None, as has_global says. Raises ValueError, its message started by where, for scales
+        that the activation dtype cannot hold exactly.
         """
 
     @abstractmethod
     def packed_factors(self, window: Window) -> list[float]:
         """What each packed byte 0..255 multiplies an e2m1 value by; the row scale comes on top.
 
-        Meaningful for the bytes that pack_scales writes.
+        Meaningful for the bytes that pack_groups writes.
         """
 
     @abstractmethod
-    def finite_bytes(self, window: Window) -> int:
-        """How many packed bytes, from 0 up, decode to finite numbers."""
+    def legal_scales(self, window: Window) -> list[bool]:
+        """Which packed bytes decode every code to a finite number that packed_factors describes."""
+
+    @abstractmethod
+    def small_scale(self, window: Window) -> int:
+        """A legal byte of small weights."""
+
+
+def _live(codes: Tensor) -> Tensor:
+    """bool [N, groups]: which groups hold a non-zero code."""
+    return (codes & 0x77).ne(0).any(-1)
 
 
 @dataclass(frozen=True)
@@ -102,20 +122,48 @@ class _Mxfp4(WeightFormat):
         scales.refuse_nan(where, raw)
         return raw
 
-    def nonzero(self, raw: Tensor) -> Tensor | None:
-        return None
-
-    def pack_scales(
-        self, where: str, raw: Tensor, live: Tensor, global_scale: Tensor | None, window: Window
-    ) -> tuple[Tensor, Tensor]:
-        packed, exponent = scales.window_scales(where, raw, live, window, self.zero_group)
-        return packed, scales.power_table(raw.device, torch.float32, 128).index_select(0, exponent + 128)
+    def pack_groups(
+        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
+    ) -> PackedGroups:
+        packed, exponent = scales.window_scales(where, raw, _live(codes), window, self.zero_group)
+        row_scale = scales.power_table(raw.device, torch.float32, 128).index_select(0, exponent + 128)
+        return PackedGroups(codes, packed, row_scale, Rounding(0, raw.numel(), 0.0))
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.powers(window.offset)
 
-    def finite_bytes(self, window: Window) -> int:
-        return window.infinite_exponent
+    def legal_scales(self, window: Window) -> list[bool]:
+        return [byte < window.infinite_exponent for byte in range(256)]
+
+    def small_scale(self, window: Window) -> int:
+        return window.infinite_exponent - 9  # 2^-7, as far as a row scale of 1 goes
+
+
+@dataclass(frozen=True)
+class _Mxfp4Fp8(_Mxfp4):
+    """MXFP4 for FP8 activations: weights decode to e4m3, which has the scale in its exponent."""
+
+    @property
+    def label(self) -> str:
+        return "MXFP4 for FP8"
+
+    def code_layout(self, window: Window) -> CodeLayout:
+        return E4M3_CODES
+
+    def pack_groups(
+        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
+    ) -> PackedGroups:
+        codes, exponents, row_scale, rounding = fp8.fold_scales(codes, raw, _live(codes))
+        return PackedGroups(codes, ((exponents - fp8.LOWEST) * 8).to(torch.uint8), row_scale, rounding)
+
+    def packed_factors(self, window: Window) -> list[float]:
+        return [2.0 ** (byte // 8 + fp8.LOWEST) for byte in range(256)]
+
+    def legal_scales(self, window: Window) -> list[bool]:
+        return [byte % 8 == 0 and byte <= 8 * (fp8.HIGHEST - fp8.LOWEST) for byte in range(256)]
+
+    def small_scale(self, window: Window) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -127,41 +175,39 @@ class _Nvfp4(WeightFormat):
         scales.refuse_negative_or_nan(where, raw)
         return raw
 
-    def nonzero(self, raw: Tensor) -> Tensor | None:
-        return (raw & 0x7F).ne(0)
-
-    def pack_scales(
-        self, where: str, raw: Tensor, live: Tensor, global_scale: Tensor | None, window: Window
-    ) -> tuple[Tensor, Tensor]:
+    def pack_groups(
+        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
+    ) -> PackedGroups:
         assert global_scale is not None
+        codes = codes * (raw & 0x7F).ne(0)[..., None]  # the packed scale of a zero is that of another number
         table = scales.packed_e4m3_table(raw.device)
         packed = table.index_select(0, raw.reshape(-1).to(torch.int32)).view_as(raw)
-        return torch.where(live, packed, self.zero_group), scales.global_row_scale(where, global_scale)
+        packed = torch.where(_live(codes), packed, self.zero_group)
+        return PackedGroups(codes, packed, scales.global_row_scale(where, global_scale), Rounding(0, raw.numel(), 0.0))
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.packed_e4m3_values()
 
-    def finite_bytes(self, window: Window) -> int:
-        return scales.PACKED_E4M3_FINITE
+    def legal_scales(self, window: Window) -> list[bool]:
+        return [byte < scales.PACKED_E4M3_FINITE for byte in range(256)]
+
+    def small_scale(self, window: Window) -> int:
+        return self.zero_group  # 2^-9, which the row scale makes up for
 
 
-MXFP4 = _Mxfp4("mxfp4", 0, 32, (torch.uint8, torch.float8_e8m0fnu, torch.float32), False, 127, 29)
-NVFP4 = _Nvfp4("nvfp4", 1, 16, (torch.uint8, torch.float8_e4m3fn, torch.float32), True, 0x38, scales.PACKED_E4M3_ONE)
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu, torch.float32)
+_E4M3 = (torch.uint8, torch.float8_e4m3fn, torch.float32)
+MXFP4 = _Mxfp4("mxfp4", 0, 32, _E8M0, False, 127, 29)
+NVFP4 = _Nvfp4("nvfp4", 1, 16, _E4M3, True, 0x38, scales.PACKED_E4M3_ONE)
+MXFP4_FP8 = _Mxfp4Fp8("mxfp4_fp8", 2, 32, _E8M0, False, 127, -8 * fp8.LOWEST, "w4a8")
 
-WEIGHT_FORMATS: dict[str, WeightFormat] = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
+WEIGHT_FORMATS: dict[str, WeightFormat] = {fmt.name: fmt for fmt in (MXFP4, NVFP4, MXFP4_FP8)}
 BY_CODE = {fmt.code: fmt for fmt in WEIGHT_FORMATS.values()}
-_BY_CHUNK = {fmt.chunk_bytes: fmt for fmt in WEIGHT_FORMATS.values()}
-
-
-def format_of_chunk(chunk_bytes: int) -> WeightFormat:
-    """The format whose packed chunk has that many bytes. Raises ValueError for none."""
-    if chunk_bytes not in _BY_CHUNK:
-        known = ", ".join(f"{size} ({fmt.label})" for size, fmt in _BY_CHUNK.items())
-        raise ValueError(f"a packed chunk has one of {known} bytes, found {chunk_bytes}")
-    return _BY_CHUNK[chunk_bytes]
+# What checkpoints' formats are packed in for FP8 activations.
+FOR_FP8: dict[WeightFormat, WeightFormat] = {MXFP4: MXFP4_FP8}
 
 
 @lru_cache(maxsize=64)
 def factor_table(device: torch.device, dtype: torch.dtype, weight_format: WeightFormat, window: Window) -> Tensor:
-    """packed_factors as a tensor [256]; exact for every byte that pack_scales writes."""
+    """packed_factors as a tensor [256]; exact for every byte that pack_groups writes."""
     return torch.tensor(weight_format.packed_factors(window), dtype=torch.float64).to(device, dtype)

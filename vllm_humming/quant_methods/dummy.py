@@ -6,16 +6,17 @@ Two cases, both known only after loading:
 * `--load-format dummy`. vLLM writes into the parameters itself: nothing but floats near zero (0.26), random bytes too
   (0.33). Packed bytes are codes and exponents side by side, so what it wrote is thrown away and legal weights are made.
 * The packed parameters were written in place (a restored state of this very layout, or a benchmark that fills every
-  parameter). A restored state is legal and stays bit for bit; of random bytes only those scale bytes that decode to
-  infinity or NaN are replaced. A load that never reached the layer leaves the allocation's zero codes, which is how it
-  is told apart and refused.
+  parameter). A restored state is legal and stays bit for bit; of random bytes only those scale bytes are replaced that
+  the format does not have (infinity, NaN). A load that never reached the layer leaves the allocation's zero codes,
+  which is how it is told apart and refused.
 """
 
 import math
 
 import torch
 
-from vllm_humming.moe.packing import CODE_BYTES, PackedProjection, pack_expert
+from vllm_humming.moe.codes import CODE_BYTES
+from vllm_humming.moe.packing import PackedProjection, pack_expert
 from vllm_humming.moe.scales import window_of
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertShape, Projection
 
@@ -43,7 +44,7 @@ def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, d
         templates = min(_TEMPLATES, shape.num_experts)
         for expert in range(shape.num_experts):
             if expert >= templates:
-                for tensor in destination:
+                for tensor in destination.tensors:
                     if tensor is not None:
                         tensor[expert].copy_(tensor[expert % templates])
                 continue
@@ -70,15 +71,14 @@ def was_written(packed: dict[Projection, PackedProjection]) -> bool:
 
 
 def replace_illegal_scales(packed: dict[Projection, PackedProjection], dtype: torch.dtype) -> int:
-    """Replaces the scale bytes that decode to infinity or NaN, in place; returns how many there were."""
+    """Replaces the scale bytes that the format does not have, in place; returns how many there were."""
     replaced = 0
     for p in packed.values():
-        finite = p.weight_format.finite_bytes(window_of(dtype))
-        # A small weight: 2^-7 for MXFP4, 2^-9 for NVFP4.
-        replacement = p.weight_format.zero_group if p.weight_format.has_global else finite - 9
+        window = window_of(dtype)
+        legal = torch.tensor(p.weight_format.legal_scales(window), device=p.packed.device)
         for expert in p.packed:
             scales = expert[..., CODE_BYTES:]
-            illegal = scales >= finite
+            illegal = ~legal[scales.to(torch.int32)]
             replaced += int(illegal.sum())
-            scales.masked_fill_(illegal, replacement)
+            scales.masked_fill_(illegal, p.weight_format.small_scale(window))
     return replaced

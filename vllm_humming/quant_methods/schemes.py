@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WEIGHT_FORMATS, WeightFormat
+from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
 
 # global: one fp32 value an expert and projection. dense: quantised while loading. unused: read and dropped (the scales
 # of activations, which stay 16 bits wide here).
@@ -53,4 +53,4 @@ QUARK_MXFP4 = ExpertScheme(MXFP4, (("weight", "codes"), ("weight_scale", "scales
 PLAIN_MXFP4 = ExpertScheme(MXFP4, (("weight", "codes"), ("weight_scale", "scales"), _BIAS))
 
 # Unquantised experts, by the option online_format.
-ONLINE = {name: ExpertScheme(fmt, (("weight", "dense"), _BIAS)) for name, fmt in WEIGHT_FORMATS.items()}
+ONLINE = {fmt.name: ExpertScheme(fmt, (("weight", "dense"), _BIAS)) for fmt in (MXFP4, NVFP4)}
