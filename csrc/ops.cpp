@@ -118,7 +118,6 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
   s.experts = w13.size(0);
   s.gated = a.activation != Activation::kRelu2;
   s.fp8 = fp8_tokens(a.format);
-  require(!s.fp8 || s.hidden % 16 == 0, "FP8 tokens need a hidden size that is a multiple of 16, found " + std::to_string(s.hidden));
   s.intermediate = w2.size(2) * kBlockK;
   require(s.experts == w2.size(0), "w13 and w2 must have the same number of experts");
   require(s.hidden % 8 == 0, "the hidden size must be a multiple of 8, found " + std::to_string(s.hidden));
@@ -183,7 +182,6 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   require_aligned(out, "out");
   if (tokens == 0) return;
   DeviceGuard guard(device);
-  require(!fp8_tokens(format) || k % 16 == 0, "FP8 tokens need a K that is a multiple of 16, found " + std::to_string(k));
   Tensor scratch = torch::stable::new_empty(x, {plain_scratch_bytes(format, tokens, k)}, ScalarType::Byte);
   run_plain(format, dtype_of(x, "x"), x.const_data_ptr(), w, out.mutable_data_ptr(), tokens, k, packed.size(2), n, packed.size(1), tile,
             static_cast<uint8_t*>(scratch.mutable_data_ptr()), current_stream(device));

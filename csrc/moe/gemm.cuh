@@ -30,8 +30,7 @@ __device__ __forceinline__ void multiply(const GemmParams& p, const Shared& s, R
     if (ptx::uniform(width > N)) return multiply<T, C, I + 1>(p, s, ring, width, warpgroup, acc);
   }
   if constexpr (C::kFp8) {
-    if constexpr (N <= C::kNarrow) multiply_fp8_narrow<C, N>(p, s, ring, warpgroup, acc);
-    else multiply_fp8_wide<C, N>(p, s, ring, warpgroup, acc);
+    multiply_fp8<C, N>(p, s, ring, warpgroup, acc);
   } else {
     if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
     else multiply_wide<T, C, N>(p, s, ring, warpgroup, acc);
@@ -64,23 +63,22 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
 }
 
 template <typename T, typename C, Stage S>
-__global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p,
-                                                                       const __grid_constant__ TokenMaps<C::kFp8> maps) {
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
   // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
   constexpr int kProducerRegisters = C::kFp8 && C::kCtas == 2                                           ? 48
                                      : (C::kMaxWidth > 128 || C::kCtas > 2 || C::kFp8) && !kGathers<C, S> ? 40
                                                                                                           : 56;
-  constexpr int kLoaderThreads = 1 + C::kTokenWarps * (kGathers<C, S> ? 32 : 1);
+  constexpr int kTokenThreads = kGathers<C, S> ? 32 * C::kTokenWarps : C::kFp8 ? 1 + 32 : C::kTokenWarps;
   extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(s.full + i * 8, 1 + (kGathers<C, S> ? 32 * C::kTokenWarps : 2));  // sorted: one a K half
+      ptx::mbarrier_init(s.full + i * 8, 1 + (kGathers<C, S> || C::kFp8 ? kTokenThreads : 2));  // sorted, 16 bits: one a K half
       ptx::mbarrier_init(s.empty + i * 8, C::kConsumers / 32);
     }
     for (int i = 0; i < C::kInfos; ++i) {
       ptx::mbarrier_init(s.info_full + i * 8, kEveryThreadArrives ? 32 : 1);
-      ptx::mbarrier_init(s.info_empty + i * 8, kEveryThreadArrives ? C::kConsumers + kLoaderThreads : C::kConsumers / 32);
+      ptx::mbarrier_init(s.info_empty + i * 8, kEveryThreadArrives ? C::kConsumers + 1 + kTokenThreads : C::kConsumers / 32);
     }
     ptx::mbarrier_init_fence();
   }
@@ -88,7 +86,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   if (threadIdx.x >= C::kConsumers) {
     if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();
     const int thread = threadIdx.x - C::kConsumers;
-    if (thread < C::kLoaders) load<C, S>(p, maps, s, thread);
+    if (thread < C::kLoaders) load<C, S>(p, &map, s, thread);
     else schedule<C, S>(p, s, thread - C::kLoaders);
   } else {
     if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::template kConsumerRegisters<kProducerRegisters>>();

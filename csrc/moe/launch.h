@@ -20,9 +20,9 @@ inline void check(cudaError_t e, const char* what) {
 
 // Launches with programmatic stream serialization: the kernel starts early and waits with griddepcontrol.wait.
 template <typename... Args>
-void launch(void (*kernel)(Args...), int grid, int threads, int shared, cudaStream_t stream, const Args&... args) {
+void launch(void (*kernel)(Args...), dim3 grid, int threads, int shared, cudaStream_t stream, const Args&... args) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
+  config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
@@ -39,8 +39,6 @@ enum class DType : int { kBf16 = 0, kFp16 = 1 };
 // Tensor map of a row-major [rows, columns] token matrix: boxes of box_rows x 128 bytes, 128-byte swizzle. stride: elements.
 enum class TokenType : int { kBf16 = 0, kFp16 = 1, kFp8 = 2 };
 CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
-// Of token scales, fp32 [groups, stride]: boxes of one group x `width` rows.
-CUtensorMap scale_map(const float* data, int64_t groups, int64_t stride, int width);
 
 // No tile's widest token width is less: bounds the tile lists in the workspace.
 constexpr int kLeastWidest = 16;

@@ -12,9 +12,6 @@ constexpr int64_t kAlign = 256;
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Rows of a scale array: padded, so that a row of it is a multiple of 16 bytes.
-int64_t scale_stride(int64_t rows) { return (rows + 3) / 4 * 4; }
-
 // h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share.
 struct Workspace {
   int64_t h, h_scale, x_scale, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
@@ -25,9 +22,9 @@ struct Workspace {
     int64_t at = 0;
     auto take = [&](int64_t size) { const int64_t offset = at; at += aligned(size); return offset; };
     h = take(entries * s.intermediate * (s.fp8 ? 1 : 2));
-    h_scale = take(s.fp8 ? blocks(s.intermediate, kBlockK) * scale_stride(entries) * 4 : 0);
-    x_scale = take(s.fp8 ? blocks(s.hidden, kBlockK) * scale_stride(entries) * 4 : 0);
-    y = take(entries * s.hidden * 2);
+    h_scale = take(s.fp8 ? blocks(s.intermediate, kBlockK) * entries * 4 : 0);
+    x_scale = take(s.fp8 ? blocks(s.hidden, kBlockK) * entries * 4 : 0);
+    y = take(entries * std::max(s.hidden * 2, s.fp8 ? blocks(s.hidden, kBlockK) * kBlockK : 0));
     slots = take(entries * 4);
     row_weight = take(entries * 4);
     counts = take((s.experts + 1) * 4);
@@ -78,7 +75,6 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   launch_route(route, stream);
   // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
   const void* x = static_cast<const uint8_t*>(a.x) + first * s.hidden * element;
-  const int scales = int(scale_stride(entries));
   if (s.fp8) {
     QuantizeParams q = {};
     q.x = x;
@@ -89,7 +85,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     q.rows = int(entries);
     q.top_k = int(s.top_k);
     q.columns = int(s.hidden);
-    q.scale_stride = scales;
+    q.scale_stride = int(entries);
     launch_quantize(a.dtype, q, stream);
     x = w + ws.y;
   } else if (up.sorted_tokens) {
@@ -110,7 +106,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.row_weight = a.router_weight_on_input ? route.row_weight : nullptr;
   g.row_blocks = int(s.intermediate * (s.gated ? 2 : 1) / kBlockRows);
   g.k_blocks = int(blocks(s.hidden, kBlockK));
-  g.x_columns = g.x_stride = int(s.hidden);
+  g.x_columns = g.x_stride = s.fp8 ? g.k_blocks * kBlockK : int(s.hidden);
   g.out_columns = g.out_stride = int(s.intermediate);
   g.top_k = int(s.top_k);
   g.column_tiles = int(blocks(g.row_blocks, up.blocks));
@@ -124,7 +120,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   if (s.fp8) {
     g.x_scale = reinterpret_cast<float*>(w + ws.x_scale);
     g.out_scale = reinterpret_cast<float*>(w + ws.h_scale);
-    g.scale_stride = scales;
+    g.scale_stride = int(entries);
   }
   up.launch(a.format, a.dtype, Stage::kUp, g, entries, most_token_tiles(up, entries, s.experts) * g.column_tiles, stream);
 
@@ -191,7 +187,7 @@ void run_layer(const LayerArgs& a, cudaStream_t stream) {
 constexpr int64_t kPlainTileBytes = (1 << 20) - kAlign;
 
 int64_t plain_scratch_bytes(Format format, int64_t tokens, int64_t k) {
-  const int64_t fp8 = aligned(blocks(k, kBlockK) * scale_stride(tokens) * 4) + tokens * k;
+  const int64_t fp8 = aligned(blocks(k, kBlockK) * tokens * 4) + blocks(k, kBlockK) * kBlockK * tokens;
   return kAlign + kPlainTileBytes + (fp8_tokens(format) ? fp8 : 0);
 }
 
@@ -220,12 +216,13 @@ void run_plain(Format format, DType dtype, const void* x, const Projection& w, v
     QuantizeParams q = {};
     q.x = x;
     q.scale = reinterpret_cast<float*>(scratch + kAlign + kPlainTileBytes);
-    q.scale_stride = int(scale_stride(tokens));
+    q.scale_stride = int(tokens);
     q.out = scratch + kAlign + kPlainTileBytes + aligned(blocks(k, kBlockK) * q.scale_stride * 4);
     q.rows = int(tokens);
     q.columns = int(k);
     launch_quantize(dtype, q, stream);
     g.x = q.out;
+    g.x_columns = g.x_stride = int(blocks(k, kBlockK) * kBlockK);
     g.x_scale = q.scale;
     g.scale_stride = q.scale_stride;
   }

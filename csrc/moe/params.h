@@ -44,7 +44,7 @@ struct GemmParams {
   // dimension, so that a tile's scales of one stage lie together.
   const float* x_scale;
   float* out_scale;           // kUp
-  int scale_stride;           // a multiple of 4
+  int scale_stride;
 };
 
 // Lengths of what the routing makes, and the GEMMs' cursors into it.
@@ -70,7 +70,7 @@ struct RouteParams {
 
 struct QuantizeParams {
   const void* x;              // [tokens, columns], 16 bits wide
-  void* out;                  // e4m3 [rows, columns]
+  void* out;                  // e4m3 [rows, columns rounded up to 128]
   float* scale;               // [columns / 128, scale_stride]
   const int* slots;           // [rows], or null: slot = row and top_k = 1
   const int* rows_end;        // device: how many rows there are, or null: `rows`

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warps: tile infos, packed weights by bulk copy, tokens by tensor copy (sorted rows) or cp.async (gathered rows).
 #pragma once
+#include <cuda.h>
 #include <type_traits>
 #include "tile.cuh"
 
@@ -88,7 +89,7 @@ __device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared
   for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * 128, map, kb * kBlockK + half * 64, tile.row + r, full);
 }
 
-// FP8 tokens: a stage's K is one 128-byte row. Their scales, a stage's, come in one copy.
+// FP8 tokens: a stage's K is one 128-byte row.
 template <typename C>
 __device__ __forceinline__ void load_sorted_fp8(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
   const uint32_t full = s.full + stage * 8, dst = s.tokens + stage * C::kTokenBytes;
@@ -96,12 +97,25 @@ __device__ __forceinline__ void load_sorted_fp8(const CUtensorMap* map, const Sh
 #pragma unroll 1
   for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * kBlockK, map, kb * kBlockK, tile.row + r, full);
 }
+// This lane's share of the token scales of one stage, by one warp: a tile's rows start anywhere, which neither kind of bulk copy allows.
 template <typename C>
-__device__ __forceinline__ void load_scales(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
-  const uint32_t full = s.full + stage * 8;
-  ptx::mbarrier_arrive_expect_tx(full, C::kMaxWidth * 4);
-  ptx::tensor_load(s.scales + stage * C::kScaleBytes, map, tile.row, kb, full);
-}
+struct ScaleShare {
+  static constexpr int kCount = (C::kMaxWidth + 31) / 32;
+  float value[kCount];
+  // Past L1, which may hold what these addresses were in an earlier layer.
+  __device__ __forceinline__ void fetch(const GemmParams& p, const TokenTile& tile, int kb, int lane) {
+    const float* scales = p.x_scale + size_t(kb) * p.scale_stride + tile.row;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (lane + 32 * i < tile.count) value[i] = __ldcg(scales + lane + 32 * i);
+  }
+  __device__ __forceinline__ void publish(const Shared& s, const TokenTile& tile, int stage, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (lane + 32 * i < tile.count) ptx::store_shared_4(s.scales + stage * C::kScaleBytes + (lane + 32 * i) * 4, __float_as_uint(value[i]));
+    ptx::mbarrier_arrive(s.full + stage * 8);
+  }
+};
 
 // Tokens gathered by row list, by one warp. mma.sync reads them by the generic proxy that wrote them, so no proxy fence.
 template <typename C>
@@ -118,9 +132,9 @@ __device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared&
   ptx::copy16_arrive(s.full + stage * 8);
 }
 
-// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free.
-template <typename C, typename F>
-__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
+// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that.
+template <typename C, typename F, typename Ahead>
+__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
   while (true) {
@@ -130,6 +144,7 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
     if (tile.expert < 0) break;
     const int block0 = int(ptx::load_shared_4(info.block()));
     for (int kb = 0; kb < p.k_blocks; ++kb) {
+      ahead(tile, kb);
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
       f(tile, block0, info, kb, ring.at);
       ring.next();
@@ -140,10 +155,15 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
   }
 }
 
+template <typename C, typename F>
+__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
+  for_each_stage<C>(p, s, f, [](const TokenTile&, int) {});
+}
+
 // The loader warps: one for the weights, the others for the tokens. Weights are older than any kernel of the layer, so where the tile
 // list is too, they stream before the kernel that makes the rows has ended.
 template <typename C, Stage S>
-__device__ __forceinline__ void load(const GemmParams& p, const TokenMaps<C::kFp8>& maps, const Shared& s, int thread) {
+__device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   if (warp == 0) {
     if (lane > 0) return;
@@ -157,16 +177,23 @@ __device__ __forceinline__ void load(const GemmParams& p, const TokenMaps<C::kFp
       load_gathered<C>(p, s, info.slots(), tile.count, kb, stage, lane);
     });
     ptx::copy16_wait<0>();                                         // no thread leaves with copies in flight
+  } else if constexpr (C::kFp8) {
+    static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
+    if (warp == 1 && lane > 0) return;
+    ptx::grid_dependency_wait();
+    if (warp == 1) {
+      for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
+    } else {
+      ScaleShare<C> share;
+      for_each_stage<C>(
+          p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int, int stage) { share.publish(s, tile, stage, lane); },
+          [&](const TokenTile& tile, int kb) { share.fetch(p, tile, kb, lane); });
+    }
   } else {
     if (lane > 0) return;
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
-      if constexpr (C::kFp8) {
-        if (warp == 1) load_sorted_fp8<C>(&maps.tokens, s, tile, kb, stage);
-        else load_scales<C>(&maps.scales, s, tile, kb, stage);
-      } else {
-        for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(&maps.tokens, s, tile, kb, half, stage);
-      }
+      for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);
     });
   }
 }

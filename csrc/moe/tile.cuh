@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tile configuration and what follows from it: threads, shared memory, barriers.
 #pragma once
-#include <cuda.h>
 #include "../mma/chunk.h"
 #include "../ptx/ptx.cuh"
 #include "params.h"
@@ -129,16 +128,6 @@ constexpr bool kEveryThreadArrives = false;
 
 template <typename C, Stage S>
 constexpr bool kGathers = S == Stage::kUp && C::kUpTokens == Tokens::kGather;
-
-// Tensor maps of the tokens and, where they are FP8, of their scales.
-template <bool Fp8>
-struct TokenMaps {
-  CUtensorMap tokens;
-};
-template <>
-struct TokenMaps<true> {
-  CUtensorMap tokens, scales;
-};
 
 }  // namespace gemm
 }  // namespace vllm_humming

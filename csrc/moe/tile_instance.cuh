@@ -15,14 +15,13 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   check(cudaGetDevice(&device), "read the current device");
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
-  gemm::TokenMaps<C::kFp8> maps = {};
+  CUtensorMap map = {};
   if constexpr (!gemm::kGathers<C, S>) {
     const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
-    maps.tokens = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
+    map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
   }
-  if constexpr (C::kFp8) maps.scales = scale_map(p.x_scale, p.k_blocks, p.scale_stride, C::kMaxWidth);
   const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas));
-  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, maps);
+  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
 // Config<F>: the tile's configuration for a weight format. Each tile's has a name of its own: it is part of the linker's name of launch().
