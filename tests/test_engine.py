@@ -162,4 +162,4 @@ def test_unknown_option_is_refused_with_the_valid_ones(engines):
     assert run.code != 0
     assert run.result is None
     assert "unknown option 'backand'" in run.log
-    assert "valid options: 'backend', 'online_format'" in run.log
+    assert "valid options: 'backend', 'online_format', 'activation'" in run.log
