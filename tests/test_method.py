@@ -430,7 +430,7 @@ def test_rows_that_fp8_weights_do_not_hold_are_told_once_a_layer(monkeypatch):
     experts.scales["w2"][1, 7] = torch.tensor([127, 114, 127, 113, 115], dtype=torch.uint8)
     for activation in ("16bit", "fp8"):
         with engine(additional={"humming": {"activation": activation}}):
-            layer = ready(experts)
+            ready(experts)
     total = sum(scales.numel() for scales in experts.scales.values())
     # 0.5 at 2^-13, 2^-14 and 2^-12 of a row whose largest weight is 0.5: all become zero.
     assert [line for line in lines if "rounded" in line] == [
