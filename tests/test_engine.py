@@ -4,8 +4,8 @@
 The twin's weights are the exact values of the FP4 weights, and its engine computes in float32 where the engine under
 test computes in BF16. Measured on a CPU, the five best logprobs of each position differ by at most 0.032 (MXFP4), 0.020
 (NVFP4), 0.027 (block-FP8 attention) and 0.019 (gpt-oss, Nemotron-H); the Qwen3 model with its unquantised weights
-differs by up to 0.44, 0.087 in the mean. FP8 activations differ from the twin by 0.087, 0.017 in the mean (gpt-oss 0.056
-and 0.011), where 16-bit ones differ by 0.0043 in the mean.
+differs by up to 0.44, 0.087 in the mean. FP8 activations differ from the twin by 0.087, 0.017 in the mean (gpt-oss
+0.056 and 0.011), where 16-bit ones differ by 0.0043 in the mean.
 """
 
 import json
