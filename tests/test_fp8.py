@@ -408,6 +408,14 @@ def test_ids_and_expert_map():
     assert run(layer, x[:0], weights[:0], ids[:0]).shape == (0, 96)
 
 
+def test_rows_that_span_more_than_e4m3_err_by_no_more_than_their_activations():
+    """A quarter of the groups 2^0 to 2^24 below their row's largest: the layer is still that of the exact weights."""
+    layer = make_layer(3, 256, 128, span=24, **FP8)
+    x, weights, ids = make_inputs(20, 256, 3, 2)
+    out = run(layer, x, weights, ids)
+    assert error(out, oracle_moe_fp8(x, weights, ids, None, *layer.dense, **SILU)) < TOLERANCE[torch.bfloat16]
+
+
 def test_large_and_small_weights_pass_through_the_row_scale():
     for exponent in (-40, 40):
         layer = make_layer(3, 160, 96, gated=False, gain=2.0**exponent, **FP8)

@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 def make_layer(
     experts, hidden, intermediate, *, gated=True, bias=False, gate_up="packed", dtype=torch.bfloat16, seed=0, gain=1.0,
-    weight_format=MXFP4,
+    weight_format=MXFP4, span=0,
 ):  # fmt: skip
     gen = torch.Generator().manual_seed(seed)
     rows = intermediate * (2 if gated else 1)
@@ -44,6 +44,9 @@ def make_layer(
     for e in range(experts):
         for i, (p, n, k, is_gated) in enumerate([(w13, rows, hidden, gated), (w2, hidden, intermediate, False)]):
             codes, scales = quantize_mxfp4(torch.randn(n, k, generator=gen) * (2.0 * gain / k**0.5))
+            if span:
+                below = torch.randint(0, span + 1, scales.shape, generator=gen, dtype=torch.uint8)
+                scales -= below * (torch.rand(scales.shape, generator=gen) < 0.25)
             b = torch.randn(n, generator=gen) if bias else None
             order = gate_up if is_gated else "packed"
             pack_expert(p, e, codes, scales, b, gated=is_gated, gate_up=order, dtype=dtype, layer="l")
