@@ -74,7 +74,7 @@ void require_aligned(const Tensor& t, const char* name) {
 }
 
 Format format_of(int64_t weight_format) {
-  require(weight_format >= 0 && weight_format < kFormats, "weight_format must be 0 (MXFP4) or 1 (NVFP4), found " + std::to_string(weight_format));
+  require(weight_format >= 0 && weight_format < kFormats, "weight_format must be 0 (MXFP4), 1 (NVFP4) or 2 (MXFP4 for FP8 activations), found " + std::to_string(weight_format));
   return static_cast<Format>(weight_format);
 }
 
@@ -117,6 +117,8 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
   a.down = projection(w2, w2_row_scale, w2_bias, a.format, "w2", device);
   s.experts = w13.size(0);
   s.gated = a.activation != Activation::kRelu2;
+  s.fp8 = fp8_tokens(a.format);
+  require(!s.fp8 || s.hidden % 16 == 0, "FP8 tokens need a hidden size that is a multiple of 16, found " + std::to_string(s.hidden));
   s.intermediate = w2.size(2) * kBlockK;
   require(s.experts == w2.size(0), "w13 and w2 must have the same number of experts");
   require(s.hidden % 8 == 0, "the hidden size must be a multiple of 8, found " + std::to_string(s.hidden));
@@ -154,7 +156,7 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, std::optional<Tensor> e
   run_layer(a, current_stream(device));
 }
 
-int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate_padded) {
+int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate_padded, int64_t weight_format) {
   require(tokens >= 0 && top_k > 0 && num_experts > 0 && hidden > 0 && intermediate_padded > 0, "workspace sizes must be positive");
   LayerShape s = {};
   s.tokens = tokens;
@@ -162,6 +164,7 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, 
   s.experts = num_experts;
   s.hidden = hidden;
   s.intermediate = intermediate_padded;
+  s.fp8 = fp8_tokens(format_of(weight_format));
   return workspace_bytes(s);
 }
 
@@ -180,7 +183,8 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   require_aligned(out, "out");
   if (tokens == 0) return;
   DeviceGuard guard(device);
-  Tensor scratch = torch::stable::new_empty(x, {kPlainScratchBytes}, ScalarType::Byte);
+  require(!fp8_tokens(format) || k % 16 == 0, "FP8 tokens need a K that is a multiple of 16, found " + std::to_string(k));
+  Tensor scratch = torch::stable::new_empty(x, {plain_scratch_bytes(format, tokens, k)}, ScalarType::Byte);
   run_plain(format, dtype_of(x, "x"), x.const_data_ptr(), w, out.mutable_data_ptr(), tokens, k, packed.size(2), n, packed.size(1), tile,
             static_cast<uint8_t*>(scratch.mutable_data_ptr()), current_stream(device));
 }

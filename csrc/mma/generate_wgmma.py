@@ -5,13 +5,16 @@ usage: python csrc/mma/generate_wgmma.py > csrc/mma/wgmma.cuh
 """
 
 WIDTHS = (16, 32, 40, 48, 64, 80, 96, 128, 160)  # what the tiles use (csrc/moe/tiles)
+FP8_WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 112, 128)
 
 HEAD = """// SPDX-License-Identifier: Apache-2.0
-// Written by generate_wgmma.py. D[64 weight rows x N tokens] += A[64 x 16] (registers) * B[16 x N] (shared memory, K-major).
+// Written by generate_wgmma.py. D[64 weight rows x N tokens] += A[64 x 16] (registers) * B[16 x N] (shared memory, K-major); of FP8
+// operands K is 32, and D may start anew instead.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include "../ptx/ptx.cuh"
 
 namespace vllm_humming {
@@ -21,7 +24,11 @@ struct Wgmma;
 """
 
 
-def wrapper(ctype: str, ptx: str, n: int) -> str:
+def wrapper(ctype: str, ptx: str, n: int, k: int) -> str:
+    fp8 = k == 32
+    template = "template <bool Accumulate, int L>" if fp8 else "template <int L>"
+    scale_d, tail = (f"%{n // 2 + 6}", "1, 1") if fp8 else ("1", "1, 1, 0")
+    accumulate = ', "n"(Accumulate ? 1 : 0)' if fp8 else ""
     regs = n // 2
     slots = ", ".join(f"%{i}" for i in range(regs))
     outs = ", ".join(f'"+f"(d[{i}])' for i in range(regs))
@@ -29,14 +36,14 @@ def wrapper(ctype: str, ptx: str, n: int) -> str:
     return f"""
 template <>
 struct Wgmma<{ctype}, {n}> {{
-  template <int L>
+  {template}
   static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {{
     static_assert(L >= {regs}, "accumulator array too short");
     asm volatile(
         "{{\\n.reg .b64 d;\\nmov.b64 d, {{%{b}, %{b + 1}}};\\n"
-        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} {{{slots}}}, {{%{a}, %{a + 1}, %{a + 2}, %{a + 3}}}, d, 1, 1, 1, 0;\\n}}\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{ptx}.{ptx} {{{slots}}}, {{%{a}, %{a + 1}, %{a + 2}, %{a + 3}}}, d, {scale_d}, {tail};\\n}}\\n"
         : {outs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh){accumulate});
   }}
 }};
 """
@@ -46,7 +53,9 @@ def main() -> None:
     out = HEAD
     for ctype, ptx in (("__nv_bfloat16", "bf16"), ("__half", "f16")):
         for n in WIDTHS:
-            out += wrapper(ctype, ptx, n)
+            out += wrapper(ctype, ptx, n, 16)
+    for n in FP8_WIDTHS:
+        out += wrapper("__nv_fp8_e4m3", "e4m3", n, 32)
     print(out + "\n}  // namespace vllm_humming")
 
 

@@ -63,6 +63,59 @@ __device__ __forceinline__ void activate_gated(float (&v)[C::kBlocks][C::kStoreT
       for (int c = 0; c < 2; ++c) v[b][i + c] = activation(v[b][i + c], v[b][i + 2 + c]);
 }
 
+// Row scale and bias of a thread's rows g and g + 8 in each block. `rows`: byte offset of the first of them in the tile's arrays.
+template <typename C>
+struct RowFactors {
+  float scale[C::kBlocks][2], bias[C::kBlocks][2];
+  __device__ __forceinline__ RowFactors(const GemmParams& p, const TileInfo<C>& info, uint32_t rows) {
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t at = rows + (b * kBlockRows + h * 8) * 4;
+        scale[b][h] = __uint_as_float(ptx::load_shared_4(info.row_scale() + at));
+        bias[b][h] = p.bias ? __uint_as_float(ptx::load_shared_4(info.bias() + at)) : 0.0f;
+      }
+  }
+};
+
+// A chunk's accumulators v, whose tokens start at `first`, to what the GEMM puts out, in fp32: the activations of the up GEMM (gated: in
+// the places of half 0), the weighted outputs of the down GEMM.
+template <typename C, Stage S>
+__device__ __forceinline__ void finish(const GemmParams& p, const TileInfo<C>& info, const RowFactors<C>& factors, int first, int q,
+                                       float (&v)[C::kBlocks][C::kStoreTokens / 2]) {
+#pragma unroll
+  for (int j = 0; j < C::kStoreTokens / 8; ++j) {
+    const uint2 w = ptx::load_shared_8(info.weights() + (first + j * 8 + 2 * q) * 4);  // past count: whatever was there, never stored
+    const float weight[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
+#pragma unroll
+    for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = v[b][4 * j + 2 * h + c];
+          x *= factors.scale[b][h];
+          x = S == Stage::kUp ? fmaf(x, weight[c], factors.bias[b][h]) : (x + factors.bias[b][h]) * weight[c];
+        }
+  }
+  if constexpr (S == Stage::kUp) {
+    if (p.activation == Activation::kSwiglu) {
+      activate_gated<C>(v, [&](float gate, float up) { return swiglu(gate, up, p.alpha, p.beta, p.limit); });
+    } else if (p.activation == Activation::kGeluTanh) {
+      activate_gated<C>(v, [](float gate, float up) { return gelu_tanh(gate) * up; });
+    } else {
+#pragma unroll
+      for (int b = 0; b < C::kBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < C::kStoreTokens / 2; ++i) {
+          const float r = ptx::max_nan(v[b][i], 0.0f);
+          v[b][i] = r * r;
+        }
+    }
+  }
+}
+
 // A staging buffer's tokens to global memory; BlockChunks: 16-byte chunks of a token that one 64-row block makes.
 template <typename T, typename C, Stage S, int BlockChunks>
 __device__ __forceinline__ void store_rows(const GemmParams& p, uint32_t source, const TileInfo<C>& info, const TokenTile& tile, int first,
@@ -92,51 +145,13 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
   const bool gated = S == Stage::kUp && p.activation != Activation::kRelu2;
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
   const int column0 = block0 * columns;
-  const uint32_t rows = (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4;
-  float scale[C::kBlocks][2], bias[C::kBlocks][2];
-#pragma unroll
-  for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t at = rows + (b * kBlockRows + h * 8) * 4;
-      scale[b][h] = __uint_as_float(ptx::load_shared_4(info.row_scale() + at));
-      bias[b][h] = p.bias ? __uint_as_float(ptx::load_shared_4(info.bias() + at)) : 0.0f;
-    }
+  const RowFactors<C> factors(p, info, (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4);
 #pragma unroll 1
   for (int first = 0; first < tile.count; first += C::kStoreTokens) {
     float v[C::kBlocks][C::kStoreTokens / 2];
     take_chunk<C>(acc, first / C::kStoreTokens, v);
+    finish<C, S>(p, info, factors, first, q, v);
     const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + lane % 8 * C::kStoreStride;
-#pragma unroll
-    for (int j = 0; j < C::kStoreTokens / 8; ++j) {
-      const uint2 w = ptx::load_shared_8(info.weights() + (first + j * 8 + 2 * q) * 4);  // past count: whatever was there, never stored
-      const float weight[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
-#pragma unroll
-      for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& x = v[b][4 * j + 2 * h + c];
-            x *= scale[b][h];
-            x = S == Stage::kUp ? fmaf(x, weight[c], bias[b][h]) : (x + bias[b][h]) * weight[c];
-          }
-    }
-    if constexpr (S == Stage::kUp) {
-      if (p.activation == Activation::kSwiglu) {
-        activate_gated<C>(v, [&](float gate, float up) { return swiglu(gate, up, p.alpha, p.beta, p.limit); });
-      } else if (p.activation == Activation::kGeluTanh) {
-        activate_gated<C>(v, [](float gate, float up) { return gelu_tanh(gate) * up; });
-      } else {
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b)
-#pragma unroll
-          for (int i = 0; i < C::kStoreTokens / 2; ++i) {
-            const float r = ptx::max_nan(v[b][i], 0.0f);
-            v[b][i] = r * r;
-          }
-      }
-    }
 #pragma unroll
     for (int j = 0; j < C::kStoreTokens / 8; ++j)
 #pragma unroll

@@ -13,7 +13,9 @@
 // token width that its list entry names, one of the configuration's Widths.
 #pragma once
 #include "epilogue.cuh"
+#include "epilogue_fp8.cuh"
 #include "mainloop.cuh"
+#include "mainloop_fp8.cuh"
 #include "producer.cuh"
 
 namespace vllm_humming::gemm {
@@ -27,8 +29,13 @@ __device__ __forceinline__ void multiply(const GemmParams& p, const Shared& s, R
   if constexpr (I + 1 < C::W::kCount) {
     if (ptx::uniform(width > N)) return multiply<T, C, I + 1>(p, s, ring, width, warpgroup, acc);
   }
-  if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
-  else multiply_wide<T, C, N>(p, s, ring, warpgroup, acc);
+  if constexpr (C::kFp8) {
+    if constexpr (N <= C::kNarrow) multiply_fp8_narrow<C, N>(p, s, ring, warpgroup, acc);
+    else multiply_fp8_wide<C, N>(p, s, ring, warpgroup, acc);
+  } else {
+    if constexpr (N <= C::kNarrow) multiply_narrow<T, C, N>(p, s, ring, warpgroup, acc);
+    else multiply_wide<T, C, N>(p, s, ring, warpgroup, acc);
+  }
 }
 
 template <typename T, typename C, Stage S>
@@ -45,7 +52,8 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
     if (ptx::uniform(block0 < p.row_blocks)) {
       float acc[C::kBlocks][C::kMaxWidth / 2] = {};
       multiply<T, C>(p, s, ring, tile.width, warpgroup, acc);
-      store<T, C, S>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+      if constexpr (C::kFp8 && S == Stage::kUp) store_fp8<C>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+      else store<T, C, S>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
     } else {
       skip_tile<C>(p, s, ring);
     }
@@ -56,9 +64,12 @@ __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, in
 }
 
 template <typename T, typename C, Stage S>
-__global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
+__global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p,
+                                                                       const __grid_constant__ TokenMaps<C::kFp8> maps) {
   // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
-  constexpr int kProducerRegisters = (C::kMaxWidth > 128 || C::kCtas > 2) && !kGathers<C, S> ? 40 : 56;
+  constexpr int kProducerRegisters = C::kFp8 && C::kCtas == 2                                           ? 48
+                                     : (C::kMaxWidth > 128 || C::kCtas > 2 || C::kFp8) && !kGathers<C, S> ? 40
+                                                                                                          : 56;
   constexpr int kLoaderThreads = 1 + C::kTokenWarps * (kGathers<C, S> ? 32 : 1);
   extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
@@ -77,7 +88,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_con
   if (threadIdx.x >= C::kConsumers) {
     if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();
     const int thread = threadIdx.x - C::kConsumers;
-    if (thread < C::kLoaders) load<C, S>(p, &map, s, thread);
+    if (thread < C::kLoaders) load<C, S>(p, maps, s, thread);
     else schedule<C, S>(p, s, thread - C::kLoaders);
   } else {
     if constexpr (C::kSplitRegisters) ptx::registers_acquire<C::template kConsumerRegisters<kProducerRegisters>>();

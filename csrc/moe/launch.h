@@ -36,14 +36,22 @@ void launch(void (*kernel)(Args...), int grid, int threads, int shared, cudaStre
 
 enum class DType : int { kBf16 = 0, kFp16 = 1 };
 
-// Tensor map of a row-major [rows, columns] matrix of 16-bit values: boxes of box_rows x 64 columns, 128-byte swizzle.
-CUtensorMap token_map(DType dtype, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
+// Tensor map of a row-major [rows, columns] token matrix: boxes of box_rows x 128 bytes, 128-byte swizzle. stride: elements.
+enum class TokenType : int { kBf16 = 0, kFp16 = 1, kFp8 = 2 };
+CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
+// Of token scales, fp32 [groups, stride]: boxes of one group x `width` rows.
+CUtensorMap scale_map(const float* data, int64_t groups, int64_t stride, int width);
 
 // No tile's widest token width is less: bounds the tile lists in the workspace.
 constexpr int kLeastWidest = 16;
 
+// The activations a tile is compiled for.
+enum class Path : int { kA16 = 0, kFp8 = 1 };
+constexpr Path path_of(Format f) { return fp8_tokens(f) ? Path::kFp8 : Path::kA16; }
+
 // One compiled tile. `launch` sizes the grid by the most tiles there can be.
 struct Tile {
+  Path path;
   WidthList widths;
   int blocks, ctas, stages, threads, shared_bytes;
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
@@ -56,6 +64,7 @@ int64_t tile_total();
 int route_blocks(int64_t entries);
 void launch_route(const RouteParams&, cudaStream_t);
 void launch_permute(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
+void launch_quantize(DType, const QuantizeParams&, cudaStream_t);
 void launch_reduce(DType, const ReduceParams&, cudaStream_t);
 
 }  // namespace vllm_humming

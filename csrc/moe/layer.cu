@@ -12,15 +12,21 @@ constexpr int64_t kAlign = 256;
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+// Rows of a scale array: padded, so that a row of it is a multiple of 16 bytes.
+int64_t scale_stride(int64_t rows) { return (rows + 3) / 4 * 4; }
+
+// h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share.
 struct Workspace {
-  int64_t h, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
+  int64_t h, h_scale, x_scale, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
 
   explicit Workspace(const LayerShape& s) {
     const int64_t tokens = std::min(s.tokens, kChunkTokens), entries = tokens * s.top_k;
     const int64_t tiles_most = std::min(entries, s.experts + entries / kLeastWidest) + 1;
     int64_t at = 0;
     auto take = [&](int64_t size) { const int64_t offset = at; at += aligned(size); return offset; };
-    h = take(entries * s.intermediate * 2);
+    h = take(entries * s.intermediate * (s.fp8 ? 1 : 2));
+    h_scale = take(s.fp8 ? blocks(s.intermediate, kBlockK) * scale_stride(entries) * 4 : 0);
+    x_scale = take(s.fp8 ? blocks(s.hidden, kBlockK) * scale_stride(entries) * 4 : 0);
     y = take(entries * s.hidden * 2);
     slots = take(entries * 4);
     row_weight = take(entries * 4);
@@ -32,6 +38,13 @@ struct Workspace {
   }
 };
 
+const Tile& tile_for(Format format, int64_t index) {
+  const Tile& tile = tile_at(index);
+  if (tile.path != path_of(format))
+    throw std::runtime_error("vllm_humming: tile " + std::to_string(index) + " is not compiled for weight_format " + std::to_string(int(format)));
+  return tile;
+}
+
 // Most token tiles that `entries` routed rows can form.
 int64_t most_token_tiles(const Tile& tile, int64_t entries, int64_t experts) {
   return std::min(entries, std::min(experts, entries) + entries / tile.widths.max());
@@ -40,7 +53,7 @@ int64_t most_token_tiles(const Tile& tile, int64_t entries, int64_t experts) {
 void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, cudaStream_t stream) {
   const LayerShape& s = a.shape;
   const int64_t entries = tokens * s.top_k;
-  const Tile &up = tile_at(a.tile_up), &down = tile_at(a.tile_down);
+  const Tile &up = tile_for(a.format, a.tile_up), &down = tile_for(a.format, a.tile_down);
   uint8_t* w = a.workspace;
   const int* ids = a.topk_ids + first * s.top_k;
   const int element = 2;
@@ -65,7 +78,21 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   launch_route(route, stream);
   // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
   const void* x = static_cast<const uint8_t*>(a.x) + first * s.hidden * element;
-  if (up.sorted_tokens) {
+  const int scales = int(scale_stride(entries));
+  if (s.fp8) {
+    QuantizeParams q = {};
+    q.x = x;
+    q.out = w + ws.y;
+    q.scale = reinterpret_cast<float*>(w + ws.x_scale);
+    q.slots = route.slots;
+    q.rows_end = &route.lists->rows;
+    q.rows = int(entries);
+    q.top_k = int(s.top_k);
+    q.columns = int(s.hidden);
+    q.scale_stride = scales;
+    launch_quantize(a.dtype, q, stream);
+    x = w + ws.y;
+  } else if (up.sorted_tokens) {
     launch_permute(x, w + ws.y, route, s.hidden, stream);
     x = w + ws.y;
   }
@@ -94,12 +121,18 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   g.alpha = a.alpha;
   g.beta = a.beta;
   g.limit = a.limit;
+  if (s.fp8) {
+    g.x_scale = reinterpret_cast<float*>(w + ws.x_scale);
+    g.out_scale = reinterpret_cast<float*>(w + ws.h_scale);
+    g.scale_stride = scales;
+  }
   up.launch(a.format, a.dtype, Stage::kUp, g, entries, most_token_tiles(up, entries, s.experts) * g.column_tiles, stream);
 
   g.packed = a.down.packed;
   g.row_scale = a.down.row_scale;
   g.bias = a.down.bias;
   g.x = w + ws.h;
+  g.x_scale = g.out_scale;
   g.out = w + ws.y;
   g.tiles = route.tiles[1];
   g.tile_count = &route.lists->tiles[1];
@@ -154,9 +187,17 @@ void run_layer(const LayerArgs& a, cudaStream_t stream) {
     run_chunk(a, ws, first, std::min(kChunkTokens, a.shape.tokens - first), stream);
 }
 
+// Lists, then token tiles, then (FP8) scales and the quantised tokens.
+constexpr int64_t kPlainTileBytes = (1 << 20) - kAlign;
+
+int64_t plain_scratch_bytes(Format format, int64_t tokens, int64_t k) {
+  const int64_t fp8 = aligned(blocks(k, kBlockK) * scale_stride(tokens) * 4) + tokens * k;
+  return kAlign + kPlainTileBytes + (fp8_tokens(format) ? fp8 : 0);
+}
+
 void run_plain(Format format, DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
                int64_t row_blocks, int64_t tile_index, uint8_t* scratch, cudaStream_t stream) {
-  const Tile& tile = tile_at(tile_index);
+  const Tile& tile = tile_for(format, tile_index);
   GemmParams g = {};
   g.packed = w.packed;
   g.row_scale = w.row_scale;
@@ -174,7 +215,20 @@ void run_plain(Format format, DType dtype, const void* x, const Projection& w, v
   g.top_k = 1;
   g.column_tiles = int(blocks(row_blocks, tile.blocks));
   const int64_t token_tiles = blocks(tokens, tile.widths.max());
-  if (kAlign + token_tiles * int64_t(sizeof(TokenTile)) > kPlainScratchBytes) throw std::runtime_error("vllm_humming: too many tokens for gemm_plain");
+  if (token_tiles * int64_t(sizeof(TokenTile)) > kPlainTileBytes) throw std::runtime_error("vllm_humming: too many tokens for gemm_plain");
+  if (fp8_tokens(format)) {
+    QuantizeParams q = {};
+    q.x = x;
+    q.scale = reinterpret_cast<float*>(scratch + kAlign + kPlainTileBytes);
+    q.scale_stride = int(scale_stride(tokens));
+    q.out = scratch + kAlign + kPlainTileBytes + aligned(blocks(k, kBlockK) * q.scale_stride * 4);
+    q.rows = int(tokens);
+    q.columns = int(k);
+    launch_quantize(dtype, q, stream);
+    g.x = q.out;
+    g.x_scale = q.scale;
+    g.scale_stride = q.scale_stride;
+  }
   plain_tiles<<<1, 256, 0, stream>>>(reinterpret_cast<TokenTile*>(scratch + kAlign), lists, int(tokens), tile.widths);
   check(cudaGetLastError(), "launch plain_tiles");
   launch(settle, 1, 1, 0, stream, 0);

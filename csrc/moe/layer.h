@@ -7,7 +7,7 @@ namespace vllm_humming {
 
 struct LayerShape {
   int64_t tokens, top_k, experts, global_experts, hidden, intermediate;  // intermediate: padded, a multiple of 128
-  bool gated;
+  bool gated, fp8;  // fp8: tokens and activations as e4m3
 };
 
 struct Projection {
@@ -39,8 +39,8 @@ int64_t workspace_bytes(const LayerShape& shape);
 void run_layer(const LayerArgs& args, cudaStream_t stream);
 
 // out[tokens, rows] = x[tokens, k] * W^T for one expert, without activation: the GEMM alone, for tests and benchmarks.
+int64_t plain_scratch_bytes(Format format, int64_t tokens, int64_t k);
 void run_plain(Format format, DType dtype, const void* x, const Projection& w, void* out, int64_t tokens, int64_t k, int64_t k_blocks, int64_t out_features,
                int64_t row_blocks, int64_t tile, uint8_t* scratch, cudaStream_t stream);
-constexpr int64_t kPlainScratchBytes = 1 << 20;
 
 }  // namespace vllm_humming

@@ -40,6 +40,11 @@ struct GemmParams {
   int evict_first;            // weights are read once: keep them out of L2's way
   Activation activation;
   float alpha, beta, limit;
+  // FP8 tokens. x and the up GEMM's out are e4m3 then, strides in bytes; scales are fp32 [K / 128, scale_stride], rows along the second
+  // dimension, so that a tile's scales of one stage lie together.
+  const float* x_scale;
+  float* out_scale;           // kUp
+  int scale_stride;           // a multiple of 4
 };
 
 // Lengths of what the routing makes, and the GEMMs' cursors into it.
@@ -61,6 +66,15 @@ struct RouteParams {
   TileLists* lists;
   TokenTile* tiles[2];
   WidthList widths[2];        // of the up and the down GEMM's tile
+};
+
+struct QuantizeParams {
+  const void* x;              // [tokens, columns], 16 bits wide
+  void* out;                  // e4m3 [rows, columns]
+  float* scale;               // [columns / 128, scale_stride]
+  const int* slots;           // [rows], or null: slot = row and top_k = 1
+  const int* rows_end;        // device: how many rows there are, or null: `rows`
+  int rows, top_k, columns, scale_stride;
 };
 
 struct ReduceParams {

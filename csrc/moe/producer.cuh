@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warps: tile infos, packed weights by bulk copy, tokens by tensor copy (sorted rows) or cp.async (gathered rows).
 #pragma once
-#include <cuda.h>
 #include <type_traits>
 #include "tile.cuh"
 
@@ -89,6 +88,21 @@ __device__ __forceinline__ void load_sorted(const CUtensorMap* map, const Shared
   for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * 128, map, kb * kBlockK + half * 64, tile.row + r, full);
 }
 
+// FP8 tokens: a stage's K is one 128-byte row. Their scales, a stage's, come in one copy.
+template <typename C>
+__device__ __forceinline__ void load_sorted_fp8(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
+  const uint32_t full = s.full + stage * 8, dst = s.tokens + stage * C::kTokenBytes;
+  ptx::mbarrier_arrive_expect_tx(full, (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows * kBlockK);
+#pragma unroll 1
+  for (int r = 0; r < tile.count; r += C::kBoxRows) ptx::tensor_load(dst + r * kBlockK, map, kb * kBlockK, tile.row + r, full);
+}
+template <typename C>
+__device__ __forceinline__ void load_scales(const CUtensorMap* map, const Shared& s, const TokenTile& tile, int kb, int stage) {
+  const uint32_t full = s.full + stage * 8;
+  ptx::mbarrier_arrive_expect_tx(full, C::kMaxWidth * 4);
+  ptx::tensor_load(s.scales + stage * C::kScaleBytes, map, tile.row, kb, full);
+}
+
 // Tokens gathered by row list, by one warp. mma.sync reads them by the generic proxy that wrote them, so no proxy fence.
 template <typename C>
 __device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared& s, uint32_t sources, int count, int kb, int stage, int lane) {
@@ -129,7 +143,7 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
 // The loader warps: one for the weights, the others for the tokens. Weights are older than any kernel of the layer, so where the tile
 // list is too, they stream before the kernel that makes the rows has ended.
 template <typename C, Stage S>
-__device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
+__device__ __forceinline__ void load(const GemmParams& p, const TokenMaps<C::kFp8>& maps, const Shared& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   if (warp == 0) {
     if (lane > 0) return;
@@ -147,7 +161,12 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     if (lane > 0) return;
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
-      for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);
+      if constexpr (C::kFp8) {
+        if (warp == 1) load_sorted_fp8<C>(&maps.tokens, s, tile, kb, stage);
+        else load_scales<C>(&maps.scales, s, tile, kb, stage);
+      } else {
+        for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(&maps.tokens, s, tile, kb, half, stage);
+      }
     });
   }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tile configuration and what follows from it: threads, shared memory, barriers.
 #pragma once
+#include <cuda.h>
 #include "../mma/chunk.h"
 #include "../ptx/ptx.cuh"
 #include "params.h"
@@ -24,6 +25,7 @@ template <Format WeightFormat, int Warpgroups, int BlocksPerWarpgroup, typename 
 struct TileConfig {
   using W = TokenWidths;
   static constexpr Format kFormat = WeightFormat;
+  static constexpr bool kFp8 = fp8_tokens(WeightFormat);
   static constexpr int kChunkBytes = chunk_bytes(WeightFormat);
   static constexpr int kWarpgroups = Warpgroups;
   static constexpr int kBlocks = BlocksPerWarpgroup;             // 64-row blocks of a warpgroup
@@ -47,23 +49,26 @@ struct TileConfig {
   template <int Producer>
   static constexpr int kConsumerRegisters = (65536 / Ctas / kThreads / 8 * 8 * kThreads - Producer * 128) / kConsumers / 8 * 8;
 
-  static constexpr int kTokenBytes = kMaxWidth * kBlockK * 2;    // a stage
+  static constexpr int kTokenBytes = kMaxWidth * kBlockK * token_bytes(WeightFormat);  // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
-  static constexpr int kStoreTokens = kMaxWidth <= 32 ? 8 : 16;  // tokens of one store chunk
+  static constexpr int kScaleBytes = kFp8 ? (kMaxWidth * 4 + 127) / 128 * 128 : 0;     // token scales of a stage
+  static constexpr int kStoreTokens = kMaxWidth <= (kFp8 ? 64 : 32) ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
   static constexpr int kStoreBytes = kStoreTokens * kStoreStride;     // two of them a warpgroup
   // Tile infos in flight. Two, so that a CTA takes a tile when it starts the one before; three would take them sooner and share them worse.
   static constexpr int kInfos = 2;
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
-  static constexpr int kSharedBytes =
-      Stages * (kTokenBytes + kWeightBytes) + kWarpgroups * 2 * kStoreBytes + kInfos * kInfoBytes + (Stages + kInfos) * 16;
+  // Largest magnitudes of a store chunk's tokens, by warp: what the up GEMM's FP8 output is scaled by. Two of them.
+  static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
+  static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kAmaxBytes +
+                                      kInfos * kInfoBytes + (Stages + kInfos) * 16;
 };
 
 namespace gemm {
 
 // Barriers of the stages: full[i] and empty[i]; of the tile infos: info_full[j] and info_empty[j].
 struct Shared {
-  uint32_t tokens, weights, store, info, full, empty, info_full, info_empty;  // shared-memory addresses
+  uint32_t tokens, weights, scales, store, amax, info, full, empty, info_full, info_empty;  // shared-memory addresses
 };
 
 template <typename C>
@@ -72,8 +77,10 @@ __device__ __forceinline__ Shared carve(uint32_t base) {
   if (base % 1024) __trap();                // the 128-byte swizzle repeats every 1024 bytes
   s.tokens = base;
   s.weights = s.tokens + C::kStages * C::kTokenBytes;
-  s.store = s.weights + C::kStages * C::kWeightBytes;
-  s.info = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
+  s.scales = s.weights + C::kStages * C::kWeightBytes;
+  s.store = s.scales + C::kStages * C::kScaleBytes;
+  s.amax = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
+  s.info = s.amax + 2 * C::kAmaxBytes;
   s.full = s.info + C::kInfos * C::kInfoBytes;
   s.empty = s.full + C::kStages * 8;
   s.info_full = s.empty + C::kStages * 8;
@@ -122,6 +129,16 @@ constexpr bool kEveryThreadArrives = false;
 
 template <typename C, Stage S>
 constexpr bool kGathers = S == Stage::kUp && C::kUpTokens == Tokens::kGather;
+
+// Tensor maps of the tokens and, where they are FP8, of their scales.
+template <bool Fp8>
+struct TokenMaps {
+  CUtensorMap tokens;
+};
+template <>
+struct TokenMaps<true> {
+  CUtensorMap tokens, scales;
+};
 
 }  // namespace gemm
 }  // namespace vllm_humming

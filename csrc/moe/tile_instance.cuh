@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles one tile configuration: both stages, both activation dtypes. One translation unit each, so that they build in parallel.
+// Compiles one tile configuration: both stages, both activation dtypes, the formats of its path. One translation unit each, so that they
+// build in parallel.
 #pragma once
 #include <algorithm>
 #include "gemm.cuh"
@@ -14,39 +15,50 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   check(cudaGetDevice(&device), "read the current device");
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
-  CUtensorMap map = {};
-  if constexpr (!gemm::kGathers<C, S>)
-    map = token_map(std::is_same_v<T, __half> ? DType::kFp16 : DType::kBf16, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
+  gemm::TokenMaps<C::kFp8> maps = {};
+  if constexpr (!gemm::kGathers<C, S>) {
+    const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
+    maps.tokens = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
+  }
+  if constexpr (C::kFp8) maps.scales = scale_map(p.x_scale, p.k_blocks, p.scale_stride, C::kMaxWidth);
   const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas));
-  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
+  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, maps);
 }
 
 // Config<F>: the tile's configuration for a weight format. Each tile's has a name of its own: it is part of the linker's name of launch().
-template <template <Format> class Config>
+template <template <Format> class Config, Path P>
 struct TileInstance {
+  static constexpr Format kAnyFormat = P == Path::kFp8 ? Format::kMxfp4Fp8 : Format::kMxfp4;
+
   template <typename C>
   static void launch_format(DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
     static_assert(C::kSharedBytes <= 227 * 1024, "tile exceeds the shared memory of a block");
     static_assert(C::kCtas * (C::kSharedBytes + 1024) <= 228 * 1024, "tiles exceed the shared memory of an SM");
-    if (dtype == DType::kBf16) {
-      if (stage == Stage::kUp) launch_gemm<__nv_bfloat16, C, Stage::kUp>(p, x_rows, most_tiles, stream);
-      else launch_gemm<__nv_bfloat16, C, Stage::kDown>(p, x_rows, most_tiles, stream);
+    if (stage == Stage::kUp && (dtype == DType::kBf16 || C::kFp8)) {  // e4m3 in and out
+      launch_gemm<__nv_bfloat16, C, Stage::kUp>(p, x_rows, most_tiles, stream);
+    } else if (stage == Stage::kUp) {
+      if constexpr (!C::kFp8) launch_gemm<__half, C, Stage::kUp>(p, x_rows, most_tiles, stream);
+    } else if (dtype == DType::kBf16) {
+      launch_gemm<__nv_bfloat16, C, Stage::kDown>(p, x_rows, most_tiles, stream);
     } else {
-      if (stage == Stage::kUp) launch_gemm<__half, C, Stage::kUp>(p, x_rows, most_tiles, stream);
-      else launch_gemm<__half, C, Stage::kDown>(p, x_rows, most_tiles, stream);
+      launch_gemm<__half, C, Stage::kDown>(p, x_rows, most_tiles, stream);
     }
   }
   static void launch(Format format, DType dtype, Stage stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
-    if (format == Format::kMxfp4) launch_format<Config<Format::kMxfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
-    else launch_format<Config<Format::kNvfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
+    if constexpr (P == Path::kFp8) {
+      launch_format<Config<Format::kMxfp4Fp8>>(dtype, stage, p, x_rows, most_tiles, stream);
+    } else {
+      if (format == Format::kMxfp4) launch_format<Config<Format::kMxfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
+      else launch_format<Config<Format::kNvfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
+    }
   }
   static constexpr Tile tile() {
-    using C = Config<Format::kMxfp4>;
+    using C = Config<kAnyFormat>;
     static_assert(C::W::kCount <= WidthList::kMost);
     static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
-    return {widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
+    return {P, widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
   }
 };
 

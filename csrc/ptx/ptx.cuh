@@ -127,6 +127,7 @@ __device__ __forceinline__ void store_shared_16(uint32_t a, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ void store_shared_4(uint32_t a, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_shared_1(uint32_t a, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 // Four 8x8 tiles of 16-bit values: lane i gives the address of row i % 8 of tile i / 8.
 __device__ __forceinline__ uint4 load_matrix_4(uint32_t a) {
   uint4 v;

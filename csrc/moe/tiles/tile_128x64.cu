@@ -5,5 +5,5 @@ namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
 template <Format F>
 using Config_128x64 = TileConfig<F, 1, 2, Widths<16, 32, 48, 64>, 4, 2, 4, 16, Tokens::kSorted>;
-extern const Tile tile_128x64 = TileInstance<Config_128x64>::tile();
+extern const Tile tile_128x64 = TileInstance<Config_128x64, Path::kA16>::tile();
 }  // namespace vllm_humming

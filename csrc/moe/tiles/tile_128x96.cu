@@ -5,5 +5,5 @@ namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
 template <Format F>
 using Config_128x96 = TileConfig<F, 1, 2, Widths<32, 64, 80, 96>, 3, 2, 4, 16, Tokens::kSorted>;
-extern const Tile tile_128x96 = TileInstance<Config_128x96>::tile();
+extern const Tile tile_128x96 = TileInstance<Config_128x96, Path::kA16>::tile();
 }  // namespace vllm_humming

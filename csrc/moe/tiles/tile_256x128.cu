@@ -5,5 +5,5 @@ namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
 template <Format F>
 using Config_256x128 = TileConfig<F, 2, 2, Widths<32, 64, 96, 128>, 4, 1, 4, 16, Tokens::kSorted>;
-extern const Tile tile_256x128 = TileInstance<Config_256x128>::tile();
+extern const Tile tile_256x128 = TileInstance<Config_256x128, Path::kA16>::tile();
 }  // namespace vllm_humming

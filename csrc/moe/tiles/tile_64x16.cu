@@ -5,5 +5,5 @@ namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
 template <Format F>
 using Config_64x16 = TileConfig<F, 1, 1, Widths<8, 16>, F == Format::kMxfp4 ? 6 : 5, 4, 3, 16, Tokens::kGather>;
-extern const Tile tile_64x16 = TileInstance<Config_64x16>::tile();
+extern const Tile tile_64x16 = TileInstance<Config_64x16, Path::kA16>::tile();
 }  // namespace vllm_humming
