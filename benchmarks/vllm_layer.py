@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times one routed-experts layer of the installed vLLM, by quantisation method, as a graph replay over rotating layers.
 
-usage: vllm_layer.py QUANT LABEL [--fmt mxfp4|nvfp4] [--shapes ...] [--ms ...] [--routing ...]
+usage: vllm_layer.py QUANT LABEL [--fmt mxfp4|nvfp4|mxfp4_fp8] [--shapes ...] [--ms ...] [--routing ...]
            [--out FILE]
 QUANT: humming (the plugin's method where it is installed, else vLLM's own) or compressed-tensors (Marlin). Prints one
 JSON line a point and, with --out, appends it to FILE. A point that fails prints FAIL and makes the exit status 1.
@@ -21,19 +21,22 @@ import torch
 from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
 from routing import ROUTINGS, route
 
-# Of this plugin's packed chunks, by their bytes: scale bytes of the same sizes.
-PACKED_SCALES = {4352: (244, 248), 4608: (152, 168)}
+# Of this plugin's packed chunks: bytes, and scale bytes of the same sizes (for FP8 activations: of 2^-5 and 2^-4).
+PACKED_SCALES = {"mxfp4": (4352, (244, 248), 1), "nvfp4": (4608, (152, 168), 1), "mxfp4_fp8": (4352, (0, 2), 8)}
+FP8_INPUT = dict(num_bits=8, type="float", strategy="group", group_size=128, symmetric=True, dynamic=True)
 
 
 def checkpoint_config(fmt):
-    """The quantization_config of a compressed-tensors checkpoint with weight-only experts."""
+    """The quantization_config of a compressed-tensors checkpoint: weight-only experts, or with FP8 activations."""
     weights = dict(num_bits=4, type="float", symmetric=True, dynamic=False)
+    inputs = FP8_INPUT if fmt == "mxfp4_fp8" else None
+    fmt = fmt.removesuffix("_fp8")
     if fmt == "mxfp4":
         weights |= dict(strategy="group", group_size=32)
     else:
         weights |= dict(strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
     layout = f"{fmt}-pack-quantized"
-    group = dict(targets=["Linear"], format=layout, weights=weights, input_activations=None, output_activations=None)
+    group = dict(targets=["Linear"], format=layout, weights=weights, input_activations=inputs, output_activations=None)
     return dict(
         quant_method="compressed-tensors",
         format=layout,
@@ -43,12 +46,13 @@ def checkpoint_config(fmt):
     )
 
 
-def fill(layer):
+def fill(layer, fmt):
     """Random codes, scales of 2^-9..2^-6 (MXFP4) or about 1 (NVFP4), global scales 1."""
+    chunk, scales, step = PACKED_SCALES[fmt]
     for name, param in layer.named_parameters():
-        if param.dim() == 4 and param.shape[-1] in PACKED_SCALES:
+        if param.dim() == 4 and param.shape[-1] == chunk:
             param.data.random_(0, 256)
-            param.data[..., 4096:].random_(*PACKED_SCALES[param.shape[-1]])
+            param.data[..., 4096:].random_(*scales).mul_(step)
         elif param.dtype == torch.uint8 and "scale" in name:
             param.data.random_(118, 122)
         elif param.dtype == torch.uint8:
@@ -83,7 +87,7 @@ def layers_of(shape, quant, fmt):
             prefix=f"{shape}.{n}.mlp.experts",
         )
         layer = getattr(module, "routed_experts", module)
-        fill(layer)
+        fill(layer, fmt)
         layer.quant_method.process_weights_after_loading(layer)
         layers.append(layer)
     return layers
@@ -158,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quant")
     parser.add_argument("label")
-    parser.add_argument("--fmt", choices=["mxfp4", "nvfp4"], default="mxfp4")
+    parser.add_argument("--fmt", choices=list(PACKED_SCALES), default="mxfp4")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--routing", choices=[*ROUTINGS, "onehot"], default="uniform")
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")

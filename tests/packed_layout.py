@@ -56,3 +56,31 @@ def packed_row(row, n, gated, gate_up):
     block, rest = divmod(channel, 32)
     w, g = divmod(rest, 8)
     return block, 16 * w + 8 * half + g
+
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+
+
+def decode_e4m3_chunk(chunk):
+    """What the 128 threads make of one chunk for FP8 activations: {(packed row, k): e4m3 value}."""
+    weights = {}
+    for half_k in range(2):
+        for thread in range(128):
+            w, lane = divmod(thread, 32)
+            g, q = divmod(lane, 4)
+            for index in range(4):
+                step, row_half = divmod(index, 2)
+                start = 4 * (half_k * 512 + thread * 4 + index)
+                word = int.from_bytes(chunk[start : start + 4], "little")
+                for high in range(2):
+                    for i in range(4):
+                        magnitude = word >> (16 * high + 4 * i) & 7
+                        sign = word >> (8 * i + (3 if high else 7)) & 1
+                        k = 64 * half_k + 32 * step + 16 * high + 4 * q + i
+                        scale = chunk[4096 + ((w * 8 + g) * 2 + row_half) * 4 + k // 32]
+                        assert scale in range(0, 89, 8)
+                        # e2m1 at 2^-5: exponent and mantissa move up, and 0.5 becomes the smallest normal number
+                        byte = 0 if magnitude == 0 else 8 if magnitude == 1 else (magnitude << 2) + 8
+                        byte = (byte + scale if byte else 0) | sign << 7
+                        weights[16 * w + 8 * row_half + g, k] = E4M3[byte]
+    return weights

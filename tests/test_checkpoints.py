@@ -28,6 +28,13 @@ MODELOPT = {
     f"{EXPERT}down_proj.weight": ((96, 80), U8),
     f"{EXPERT}down_proj.weight_scale": ((96, 10), E4M3),
 }
+MXFP4_CT = {
+    f"{EXPERT}gate_proj.weight_packed": ((160, 48), U8),
+    f"{EXPERT}gate_proj.weight_scale": ((160, 3), U8),
+    f"{EXPERT}up_proj.weight_packed": ((160, 48), U8),
+    f"{EXPERT}down_proj.weight_packed": ((96, 80), U8),
+    f"{EXPERT}down_proj.weight_scale": ((96, 5), U8),
+}
 NVFP4_CT = {
     f"{EXPERT}gate_proj.weight_packed": ((160, 48), U8),
     f"{EXPERT}gate_proj.weight_scale": ((160, 6), E4M3),
@@ -36,13 +43,8 @@ NVFP4_CT = {
 }
 BF16_EXPERTS = {f"{EXPERT}gate_proj.weight": ((160, 96), BF16), f"{EXPERT}down_proj.weight": ((96, 160), BF16)}
 NAMES = {
-    "qwen3-mxfp4": {
-        f"{EXPERT}gate_proj.weight_packed": ((160, 48), U8),
-        f"{EXPERT}gate_proj.weight_scale": ((160, 3), U8),
-        f"{EXPERT}up_proj.weight_packed": ((160, 48), U8),
-        f"{EXPERT}down_proj.weight_packed": ((96, 80), U8),
-        f"{EXPERT}down_proj.weight_scale": ((96, 5), U8),
-    },
+    "qwen3-mxfp4": MXFP4_CT,
+    "qwen3-mxfp4-w4a8": MXFP4_CT,
     "qwen3-nvfp4": NVFP4_CT,
     "qwen3-nvfp4-w4a4": NVFP4_CT | {f"{EXPERT}down_proj.input_global_scale": ((1,), F32)},
     "qwen3-modelopt": MODELOPT,
@@ -166,6 +168,7 @@ def test_config_and_tokenizer_load(pair):
     assert config.hidden_size == (128 if kind == "qwen3-deepseek" else 96)
     methods = {
         "qwen3-mxfp4": "compressed-tensors",
+        "qwen3-mxfp4-w4a8": "compressed-tensors",
         "qwen3-nvfp4": "compressed-tensors",
         "qwen3-nvfp4-w4a4": "compressed-tensors",
         "qwen3-modelopt": "modelopt",

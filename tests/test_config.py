@@ -247,6 +247,122 @@ def test_experts_of_another_scheme_are_refused_by_name():
         build(config, SIZES)
 
 
+# FP8 activations: by the option, or where the checkpoint says so
+
+FP8_INPUT = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": True}
+QUARK_INPUT = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": True, "symmetric": True}
+
+
+def _ct_with_input(base=CT_MXFP4, **changes):
+    config = copy.deepcopy(base)
+    config["config_groups"]["group_0"]["input_activations"] = FP8_INPUT | changes
+    return config
+
+
+def _quark_with_input(**changes):
+    return QUARK | {"global_quant_config": QUARK["global_quant_config"] | {"input_tensors": QUARK_INPUT | changes}}
+
+
+def _format(checkpoint, activation=None, online=None):
+    """The name of the format that a checkpoint's experts are packed in under the options."""
+    options = {"activation": activation, "online_format": online}
+    gpt_oss = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
+    with engine(additional={"humming": {name: value for name, value in options.items() if value}}):
+        method = build(checkpoint, SIZES, **gpt_oss).quant_method
+    assert method.weight_dtype == method.scheme.weight_format.name  # what vLLM asks for is the checkpoint's
+    return method.weight_format.name
+
+
+@pytest.mark.parametrize("checkpoint", [CT_MXFP4, GPT_OSS, QUARK, DEEPSEEK, None])
+def test_every_mxfp4_checkpoint_runs_with_fp8_activations(checkpoint):
+    assert _format(checkpoint, "fp8") == "mxfp4_fp8"
+    assert _format(checkpoint, "16bit") == _format(checkpoint) == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        _ct_with_input(),
+        _quark_with_input(),
+        _quark_with_input(qscheme="per_group", group_size=128),
+        QUARK | {"global_quant_config": QUARK["global_quant_config"] | {"input_tensors": [QUARK_INPUT]}},
+    ],
+)
+def test_checkpoints_that_say_fp8_get_it(checkpoint):
+    assert _format(checkpoint) == _format(checkpoint, "fp8") == "mxfp4_fp8"
+    assert _format(checkpoint, "16bit") == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        _ct_with_input(num_bits=4, group_size=32),
+        _ct_with_input(type="int", strategy="token", group_size=None),
+        _ct_with_input(dynamic=False, strategy="tensor", group_size=None),
+        _quark_with_input(is_dynamic=False),
+    ],
+)
+def test_activations_of_other_kinds_stay_16_bit(checkpoint):
+    assert _format(checkpoint) == "mxfp4"
+    assert _format(checkpoint, "fp8") == "mxfp4_fp8"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "stated"),
+    [
+        (_ct_with_input(strategy="token", group_size=None), "num_bits 8, type float, strategy token, dynamic True"),
+        (_ct_with_input(group_size=32), "num_bits 8, type float, strategy group, group_size 32, dynamic True"),
+        (
+            _quark_with_input(qscheme="per_group", group_size=32),
+            "dtype fp8_e4m3, qscheme per_group, group_size 32, is_dynamic True",
+        ),
+    ],
+)
+def test_fp8_of_another_kind_is_refused_with_the_way_out(checkpoint, stated):
+    with pytest.raises(
+        ValueError, match=rf"^model\.layers\.0\.mlp\.experts: .*FP8 activations with {stated};"
+    ) as error:
+        _format(checkpoint)
+    assert "Set the option activation to 'fp8' for these or to '16bit'" in str(error.value)
+    assert _format(checkpoint, "fp8") == "mxfp4_fp8"
+    assert _format(checkpoint, "16bit") == "mxfp4"
+
+
+@pytest.mark.parametrize("checkpoint", [CT_NVFP4, MODELOPT, MODELOPT_OLD, MODELOPT_MIXED])
+def test_nvfp4_weights_do_not_run_with_fp8_activations(checkpoint):
+    message = r"^model\.layers\.0\.mlp\.experts: FP8 activations need MXFP4 weights, found NVFP4; .* to '16bit'$"
+    with pytest.raises(ValueError, match=message):
+        _format(checkpoint, "fp8")
+    assert _format(checkpoint, "16bit") == "nvfp4"
+
+
+def test_online_nvfp4_does_not_run_with_fp8_activations():
+    with pytest.raises(ValueError, match="found NVFP4; .* to '16bit', or online_format to 'mxfp4'$"):
+        _format(None, "fp8", "nvfp4")
+    assert _format(None, "fp8", "mxfp4") == "mxfp4_fp8"
+    assert _format(None, "auto", "nvfp4") == "nvfp4"
+
+
+def test_the_log_says_what_became_of_the_checkpoints_activations(monkeypatch):
+    import vllm_humming.moe.method as method_module
+
+    lines = []
+    monkeypatch.setattr(method_module.logger, "info_once", lambda text, *args: lines.append(text % args))
+    for checkpoint, activation in (
+        (MODELOPT, None),
+        (_ct_with_input(), None),
+        (_ct_with_input(), "16bit"),
+        (None, "fp8"),
+    ):
+        _format(checkpoint, activation)
+    fp8 = "num_bits 8, type float, strategy group, group_size 128, dynamic True"
+    assert lines == [
+        "NVFP4 experts run with 16-bit activations; the checkpoint says NVFP4",
+        f"MXFP4 experts run with dynamic FP8 (a scale a token and 128 channels) activations; the checkpoint says {fp8}",
+        f"MXFP4 experts run with 16-bit activations; the checkpoint says {fp8}",
+    ]
+
+
 def test_unknown_option_is_an_error_when_the_layer_is_built():
     with engine(additional={"humming": {"bakend": "x"}}), pytest.raises(ValueError, match="valid options: 'backend'"):
         build(CT_MXFP4, SIZES)
@@ -276,6 +392,7 @@ def test_mixed_precision_whose_layers_are_in_hf_quant_config(tmp_path):
 # The loading tests take the other kinds the same way.
 ACCEPTED = {
     "qwen3-mxfp4": "HummingShadow_compressed_tensors",
+    "qwen3-mxfp4-w4a8": "HummingShadow_compressed_tensors",
     "qwen3-modelopt-old": "HummingShadow_modelopt_fp4",
     "qwen3-quark": "HummingShadow_quark",
     "qwen3-deepseek": "HummingShadow_deepseek_v4_fp8",

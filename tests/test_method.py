@@ -17,6 +17,7 @@ from layers import (
     build,
     engine,
     finish,
+    load_one,
     load_split,
     load_stacked,
     relative_error,
@@ -68,6 +69,7 @@ def oracle(layer, experts, x, weights, ids, expert_map=None):
         beta=spec.beta,
         limit=spec.limit,
         router_weight_on_input=layer.apply_router_weight_on_input,
+        fp8_activations=layer.quant_method.weight_format.path == "w4a8",
     )
 
 
@@ -189,13 +191,16 @@ def test_fp16_and_bf16_layers_differ_only_in_rounding():
     assert relative_error(outputs[0], outputs[1]) < 8e-3
 
 
+@pytest.mark.parametrize("activation", ["16bit", "fp8"])
 @pytest.mark.parametrize("checkpoint", [CT_MXFP4, CT_NVFP4, GPT_OSS, None])
-def test_dummy_weights(checkpoint):
+def test_dummy_weights(checkpoint, activation):
     """What vLLM's dummy loader leaves in the parameters, in any version, ends in finite, non-zero weights."""
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
+    if checkpoint is CT_NVFP4 and activation == "fp8":
+        pytest.skip("FP8 activations need MXFP4 weights")
     kwargs = {"has_bias": True, "activation": "swigluoai"} if checkpoint is GPT_OSS else {}
-    with engine(load_format="dummy"):
+    with engine(load_format="dummy", additional={"humming": {"activation": activation}}):
         layer = build(checkpoint, SIZES, **kwargs)
         for param in layer.state_dict().values():
             initialize_single_dummy_weight(param)
@@ -204,14 +209,14 @@ def test_dummy_weights(checkpoint):
         y = apply(layer, *routing(64, SIZES))
     assert torch.isfinite(y).all()
     assert y.any()
-    assert torch.equal(layer.w13_row_scale, torch.ones_like(layer.w13_row_scale))
+    assert activation == "fp8" or torch.equal(layer.w13_row_scale, torch.ones_like(layer.w13_row_scale))
 
 
-@pytest.mark.parametrize("checkpoint", [CT_MXFP4, CT_NVFP4])
+@pytest.mark.parametrize(("checkpoint", "activation"), [(CT_MXFP4, "16bit"), (CT_NVFP4, "16bit"), (CT_MXFP4, "fp8")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_filled_in_place(checkpoint, dtype):
+def test_parameters_filled_in_place(checkpoint, activation, dtype):
     """A benchmark that fills every parameter (shared protocol: uint8 scales 118..121, other uint8 anything)."""
-    with engine():
+    with engine(additional={"humming": {"activation": activation}}):
         layer = build(checkpoint, SIZES, dtype=dtype)
         for name, param in layer.named_parameters():
             if param.dtype == torch.uint8 and "scale" in name:
@@ -357,8 +362,9 @@ def test_swiglu_parameters_come_from_the_layer_then_the_model(monkeypatch):
     assert activation_spec(layer, moe, "layer 3").limit == math.inf
 
 
+@pytest.mark.parametrize(("wanted", "code", "path"), [("16bit", 0, "a16"), ("fp8", 2, "w4a8")])
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2_no_mul", False)])
-def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, gated):
+def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, gated, wanted, code, path):
     """The branch of a GPU, on the op's CPU implementation: scratch from the workspace manager, tiles from select()."""
     import vllm_humming.moe.method as method_module
     from vllm_humming.moe import schedule
@@ -371,7 +377,7 @@ def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, g
         moe=lambda *args: passed.append(args) or moe(*args), moe_workspace_bytes=lambda *shape: sum(shape)
     )
     experts = Experts(SIZES, gated=gated)
-    with engine():
+    with engine(additional={"humming": {"activation": wanted}}):
         layer = ready(experts, activation=activation)
     layer.quant_method.backend = "kernel"
     monkeypatch.setattr(method_module, "torch", SimpleNamespace(**vars(torch) | {"ops": SimpleNamespace()}))
@@ -379,10 +385,59 @@ def test_kernel_path_takes_scratch_and_tiles_by_shape(monkeypatch, activation, g
     x, weights, ids = routing(5, SIZES)
     y = apply(layer, x, weights, ids)
     shape = (5, 2, 4, 96, 256)  # tokens, top-k, local experts, hidden, padded intermediate
-    assert set(asked) == {(*shape, gated, 4), ((sum(shape),), torch.uint8)}
+    assert set(asked) == {(*shape, gated, 4, path), ((sum(shape) + code,), torch.uint8)}
     assert passed[0][10] is scratch
-    assert passed[0][12:] == (0, layer.quant_method.activation.code, 1.0, 0.0, math.inf, False, 3, 4)
+    assert passed[0][12:] == (code, layer.quant_method.activation.code, 1.0, 0.0, math.inf, False, 3, 4)
     assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_fp8_activations(name):
+    gated = not name.endswith("_no_mul")
+    experts = Experts(SIZES, gated=gated)
+    with engine(additional={"humming": {"activation": "fp8"}}):
+        layer = ready(experts, **{"activation": name} | ACTIVATIONS[name])
+    x, weights, ids = routing(33, SIZES)
+    y = apply(layer, x, weights, ids)
+    assert relative_error(y, oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_fp8_activations_of_gpt_oss():
+    experts = Experts(SIZES, bias=True)
+    with engine(additional={"humming": {"activation": "fp8"}}):
+        layer = ready(experts, checkpoint=GPT_OSS, has_bias=True, activation="swigluoai")
+    x, weights, ids = routing(9, SIZES)
+    assert relative_error(apply(layer, x, weights, ids), oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_fp8_activations_of_a_checkpoint_quantised_while_loading():
+    experts = Experts(SIZES)
+    with engine(additional={"humming": {"activation": "fp8"}}):
+        layer = build(None, SIZES)
+        for e, (up, down) in enumerate(zip(experts.dense("w13"), experts.dense("w2"), strict=True)):
+            for name, shard, part in (("w13", "w1", up[:160]), ("w13", "w3", up[160:]), ("w2", "w2", down)):
+                load_one(layer, f"{name}_weight", part.bfloat16(), shard, e)  # values on the grid: quantised exactly
+        finish(layer)
+    x, weights, ids = routing(9, SIZES)
+    assert relative_error(apply(layer, x, weights, ids), oracle(layer, experts, x, weights, ids)) < 4e-3
+
+
+def test_rows_that_fp8_weights_do_not_hold_are_told_once_a_layer(monkeypatch):
+    lines = []
+    monkeypatch.setattr(method_module().logger, "info", lambda text, *args: lines.append(text % args))
+    experts = Experts(SIZES)
+    experts.codes["w2"][1, 7] = 0x11
+    experts.scales["w2"][1, 7] = torch.tensor([127, 114, 127, 113, 115], dtype=torch.uint8)
+    for activation in ("16bit", "fp8"):
+        with engine(additional={"humming": {"activation": activation}}):
+            ready(experts)
+    total = sum(scales.numel() for scales in experts.scales.values())
+    # 0.5 at 2^-13, 2^-14 and 2^-12 of a row whose largest weight is 0.5: all become zero.
+    assert [line for line in lines if "rounded" in line] == [
+        f"model.layers.0.mlp.experts: 3 of {total} scale groups ({300 / total:.2g} %) are too small beside the largest "
+        f"of their row for e4m3 and were rounded; no weight changed by more than {2.0**-12:.1e} of its row's largest"
+    ]
+    assert any("(MXFP4 x FP8 experts, reference path)" in line for line in lines)
 
 
 def test_refuses_activations_of_another_dtype():

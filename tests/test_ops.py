@@ -80,7 +80,7 @@ def test_fakes_do_no_work():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_format": 7}, "weight_format must be one of"),
+        ({"weight_format": 7}, "weight_format must be one of .*2: 'mxfp4_fp8'"),
         ({"activation": 3}, "activation must be 0, 1 or 2"),
         ({"activation": 2}, "w13 must have 128 rows"),
         ({"out": torch.empty(2, 96, dtype=torch.bfloat16)}, "x and out must be"),
@@ -88,6 +88,10 @@ def test_fakes_do_no_work():
         ({"w2": torch.zeros(2, 2, 1, 4096, dtype=torch.uint8)}, "w2 must be uint8"),
         ({"weight_format": 1}, r"w13 must be uint8 \[E, rows/64, K/128, 4608\] \(NVFP4\), found"),
         ({"w2": torch.zeros(2, 2, 1, 4608, dtype=torch.uint8)}, r"w2 must be uint8 .*4352\] \(MXFP4\), found"),
+        (
+            {"weight_format": 2, "w2": torch.zeros(2, 2, 1, 4608, dtype=torch.uint8)},
+            r"w2 must be uint8 .*4352\] \(MXFP4 for FP8\), found",
+        ),
         ({"w13_row_scale": torch.ones(2, 64)}, "w13 row_scale must be float32"),
         ({"topk_ids": torch.zeros(2, 2, dtype=torch.int32)}, "topk_ids and topk_weights must be"),
         ({"x": torch.zeros(3, 224).half(), "out": torch.zeros(3, 224).half()}, "x has H = 224"),

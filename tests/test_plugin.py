@@ -80,13 +80,15 @@ def test_register_is_light_in_a_fresh_process():
 def test_options_default_and_given():
     assert HummingOptions.parse({}) == HummingOptions("auto", "mxfp4")
     assert HummingOptions.parse({"humming": {"online_format": "nvfp4"}}).online_format == "nvfp4"
+    assert HummingOptions.parse({"humming": {"activation": "fp8"}}) == HummingOptions("auto", "mxfp4", "fp8")
     assert HummingOptions.parse({"other": 1, "humming": {"backend": "reference"}}).backend == "reference"
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"bakend": "kernel"}, r"unknown option 'bakend'.*valid options: 'backend', 'online_format'"),
+        ({"bakend": "kernel"}, r"unknown option 'bakend'.*valid options: 'backend', 'online_format', 'activation'"),
+        ({"activation": "int8"}, r"\"activation\"\] is 'int8'; valid values: 'auto', '16bit', 'fp8'"),
         ({"backend": "triton"}, r"\"backend\"\] is 'triton'; valid values: 'auto', 'kernel', 'reference'"),
         ({"online_format": ["mxfp4"]}, r"\"online_format\"\] is \['mxfp4'\]; valid values: 'mxfp4', 'nvfp4'"),
         ("kernel", r"must be a mapping of options, found 'kernel'"),

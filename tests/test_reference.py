@@ -12,6 +12,7 @@ from vllm_humming.moe import reference
 from vllm_humming.moe.packing import PackedProjection, allocate, pack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
 from vllm_humming.moe.reference import Activation, oracle_moe
+from vllm_humming.moe.weight_formats import MXFP4
 
 TOLERANCE = 4e-3  # relative Frobenius error of a bf16 layer
 SILU = {"activation": Activation.SWIGLU}
@@ -31,16 +32,21 @@ class Layer(NamedTuple):
 
 
 def make_layer(
-    experts, hidden, intermediate, *, gated=True, bias=False, gate_up="packed", dtype=torch.bfloat16, seed=0
-):
+    experts, hidden, intermediate, *, gated=True, bias=False, gate_up="packed", dtype=torch.bfloat16, seed=0, gain=1.0,
+    weight_format=MXFP4, span=0,
+):  # fmt: skip
     gen = torch.Generator().manual_seed(seed)
     rows = intermediate * (2 if gated else 1)
-    w13 = allocate(experts, rows, hidden, gated=gated, has_bias=bias, device="cpu", pad_rows_to=128)
-    w2 = allocate(experts, hidden, intermediate, gated=False, has_bias=bias, device="cpu")
+    make = {"has_bias": bias, "device": "cpu", "weight_format": weight_format}
+    w13 = allocate(experts, rows, hidden, gated=gated, pad_rows_to=128, **make)
+    w2 = allocate(experts, hidden, intermediate, gated=False, **make)
     dense = ([], [], [], [])
     for e in range(experts):
         for i, (p, n, k, is_gated) in enumerate([(w13, rows, hidden, gated), (w2, hidden, intermediate, False)]):
-            codes, scales = quantize_mxfp4(torch.randn(n, k, generator=gen) * (2.0 / k**0.5))
+            codes, scales = quantize_mxfp4(torch.randn(n, k, generator=gen) * (2.0 * gain / k**0.5))
+            if span:
+                below = torch.randint(0, span + 1, scales.shape, generator=gen, dtype=torch.uint8)
+                scales -= below * (torch.rand(scales.shape, generator=gen) < 0.25)
             b = torch.randn(n, generator=gen) if bias else None
             order = gate_up if is_gated else "packed"
             pack_expert(p, e, codes, scales, b, gated=is_gated, gate_up=order, dtype=dtype, layer="l")
@@ -72,7 +78,7 @@ def run(layer, x, weights, ids, expert_map=None, *, router_weight_on_input=False
         *layer.w2.tensors,
         torch.empty(0, dtype=torch.uint8),
         out,
-        0,
+        layer.w13.weight_format.code,
         int(args["activation"]),
         args["alpha"],
         args["beta"],

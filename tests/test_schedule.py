@@ -118,13 +118,13 @@ def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
 
 
 def compiled_tiles() -> dict[str, re.Match]:
-    """name -> the parts of its configuration, from csrc/moe/tiles; those for 16-bit activations."""
+    """name -> the parts of its configuration, from csrc/moe/tiles."""
     config = re.compile(
         r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
         r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\n"
-        r"extern const Tile tile_(?P<tile>\w+) = TileInstance<Config_(?P<used>\w+)>::tile\(\);"
+        r"extern const Tile tile_(?P<tile>\w+) = TileInstance<Config_(?P<used>\w+), Path::(?P<path>\w+)>::tile\(\);"
     )
-    found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("tile_[0-9]*.cu"))]
+    found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]
     assert all(found)
     return {match["tile"]: match for match in found if match}
 
@@ -134,13 +134,14 @@ def test_the_table_is_what_is_compiled():
     # The name of the configuration is part of the linker's name of a tile's launch: twice the same, and one tile runs
     # the other's kernels.
     assert all(match["name"] == match["used"] == tile for tile, match in compiled.items())
-    order = re.search(r"kTiles\[\] = \{(.*)\}", (CSRC / "tiles.cpp").read_text())
+    order = re.search(r"kTiles\[\] = \{(.*?)\}", (CSRC / "tiles.cpp").read_text(), re.DOTALL)
     assert order is not None
-    tiles = [schedule.TILES[index] for index in schedule.tiles_of("a16")]
-    assert re.findall(r"&tile_(\d\w+)", order[1]) == [tile.name for tile in tiles]
-    assert compiled.keys() == {tile.name for tile in tiles}
-    for tile in tiles:
-        match = compiled[tile.name]
+    names = [tile.name.replace("-", "_") for tile in schedule.TILES]
+    assert re.findall(r"&tile_(\w+)", order[1]) == names
+    assert compiled.keys() == set(names)
+    for name, tile in zip(names, schedule.TILES, strict=True):
+        match = compiled[name]
+        assert tile.path == {"kA16": "a16", "kFp8": "w4a8"}[match["path"]]
         assert tile.blocks == int(match["warpgroups"]) * int(match["blocks"])
         assert tile.widths == tuple(int(width) for width in match["widths"].split(","))
         assert tile.ctas == int(match["ctas"])

@@ -6,6 +6,7 @@
 | kind | model | experts in the files |
 |---|---|---|
 | qwen3-mxfp4 | Qwen3-MoE | compressed-tensors `mxfp4-pack-quantized`, one 2-D tensor a projection and expert |
+| qwen3-mxfp4-w4a8 | Qwen3-MoE | the same, with FP8 activations in blocks of 128 |
 | qwen3-nvfp4 | Qwen3-MoE | compressed-tensors `nvfp4-pack-quantized`, W4A16 |
 | qwen3-nvfp4-w4a4 | Qwen3-MoE | the same with the scales of 4-bit activations |
 | qwen3-modelopt | Qwen3-MoE | ModelOpt NVFP4, described in config.json |
@@ -56,6 +57,7 @@ class _Kind:
 
 _KINDS = {
     "qwen3-mxfp4": _Kind(Qwen3, STORAGES["mxfp4"]),
+    "qwen3-mxfp4-w4a8": _Kind(Qwen3, STORAGES["mxfp4-w4a8"]),
     "qwen3-nvfp4": _Kind(Qwen3, STORAGES["nvfp4"]),
     "qwen3-nvfp4-w4a4": _Kind(Qwen3, STORAGES["nvfp4-w4a4"]),
     "qwen3-modelopt": _Kind(Qwen3, STORAGES["modelopt"]),

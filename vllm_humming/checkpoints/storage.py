@@ -83,12 +83,24 @@ def _ct_arguments(fmt: WeightFormat, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def _ct_config(fmt: WeightFormat, activations: bool) -> Callable[[int, list[str]], dict[str, Any]]:
+_CT_FP8 = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": FP8_BLOCK,
+    "symmetric": True,
+    "dynamic": True,
+}
+
+
+def _ct_config(
+    fmt: WeightFormat, activations: dict[str, Any] | None = None
+) -> Callable[[int, list[str]], dict[str, Any]]:
     def config(layers: int, modules: list[str]) -> dict[str, Any]:
         name = f"{fmt.name}-pack-quantized"
         group = {"targets": ["Linear"], "weights": _ct_arguments(fmt), "format": name}
         if activations:
-            group["input_activations"] = _ct_arguments(fmt, dynamic="local")
+            group["input_activations"] = activations
         return {
             "quant_method": "compressed-tensors",
             "format": name,
@@ -240,9 +252,10 @@ def _no_config(layers: int, modules: list[str]) -> dict[str, Any]:
 
 
 STORAGES = {
-    "mxfp4": Storage(MXFP4, _ct_mxfp4, _ct_config(MXFP4, False)),
-    "nvfp4": Storage(NVFP4, _ct_nvfp4, _ct_config(NVFP4, False)),
-    "nvfp4-w4a4": Storage(NVFP4, _ct_nvfp4_w4a4, _ct_config(NVFP4, True)),
+    "mxfp4": Storage(MXFP4, _ct_mxfp4, _ct_config(MXFP4)),
+    "mxfp4-w4a8": Storage(MXFP4, _ct_mxfp4, _ct_config(MXFP4, _CT_FP8)),
+    "nvfp4": Storage(NVFP4, _ct_nvfp4, _ct_config(NVFP4)),
+    "nvfp4-w4a4": Storage(NVFP4, _ct_nvfp4_w4a4, _ct_config(NVFP4, _ct_arguments(NVFP4, dynamic="local"))),
     "modelopt": Storage(NVFP4, _modelopt, _modelopt_new),
     "modelopt-old": Storage(NVFP4, _modelopt, _modelopt_old, in_config=False),
     "modelopt-mixed": Storage(NVFP4, _modelopt, _modelopt_mixed),

@@ -18,6 +18,7 @@ from vllm_humming import __version__, compat, hardware
 from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.fp8 import Rounding
 from vllm_humming.moe.packing import PackedProjection
 from vllm_humming.moe.weight_formats import WeightFormat
 from vllm_humming.options import HummingOptions
@@ -54,12 +55,12 @@ class _Tally:
 
 
 class HummingMoEMethod(FusedMoEMethodBase):
-    """Runs one MoE layer's FP4 experts on 16-bit activations.
+    """Runs one MoE layer's FP4 experts, on 16-bit or FP8 activations.
 
     moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts, EPLB,
     all-to-all backends other than all-gather/reduce-scatter, a weight format that the kernels lack), ValueError for an
-    activation, dtype or size that the kernels do not have, RuntimeError when the machine or the installation cannot run
-    options.backend.
+    activation, dtype or size that the kernels do not have and for FP8 activations that these weights do not run with,
+    RuntimeError when the machine or the installation cannot run options.backend.
     """
 
     def __init__(self, moe: Any, scheme: ExpertScheme, options: HummingOptions, layer_name: str) -> None:
@@ -68,9 +69,18 @@ class HummingMoEMethod(FusedMoEMethodBase):
         self.layer_name = layer_name
         self._refuse_unsupported()
         self.backend = hardware.resolve_backend(options)
-        self.weight_format = scheme.weight_format
-        self.weight_dtype = self.weight_format.name  # vLLM's gpt-oss loader asks for it
-        _Tally.add(layer_name, self.weight_format.label)
+        self.weight_format = scheme.packed_format(options.activation, layer_name)
+        self.weight_dtype = scheme.weight_format.name  # vLLM's gpt-oss loader asks for it
+        fp8 = self.weight_format.path == "w4a8"
+        self.label = f"{scheme.weight_format.label} x FP8" if fp8 else scheme.weight_format.label
+        if scheme.stated:
+            logger.info_once(
+                "%s experts run with %s activations; the checkpoint says %s",
+                scheme.weight_format.label,
+                "dynamic FP8 (a scale a token and 128 channels)" if fp8 else "16-bit",
+                scheme.stated,
+            )
+        _Tally.add(layer_name, self.label)
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -169,6 +179,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
             )
         else:
             self._loader.check_complete()
+            self._report_rounding(self._loader.rounding)
         self._loader = None
         for name in self._placeholders:
             delattr(layer, name)
@@ -339,9 +350,21 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 self._loader.load(projection, "global", value, shard, local)
         return True if return_success else None
 
+    def _report_rounding(self, rounding: Rounding) -> None:
+        if rounding.groups:
+            logger.info(
+                "%s: %d of %d scale groups (%.2g %%) are too small beside the largest of their row for e4m3 and were "
+                "rounded; no weight changed by more than %.1e of its row's largest",
+                self.layer_name,
+                rounding.groups,
+                rounding.total,
+                100 * rounding.groups / rounding.total,
+                rounding.worst,
+            )
+
     def _report(self) -> None:
         _Tally.ready += 1
-        logger.debug("%s: %s experts, %s path", self.layer_name, self.weight_format.label, self.backend)
+        logger.debug("%s: %s experts, %s path", self.layer_name, self.label, self.backend)
         if _Tally.ready == len(_Tally.names):
             logger.info(
                 "vllm-humming %s: %d MoE layer%s run through vllm_humming (%s experts, %s path)",

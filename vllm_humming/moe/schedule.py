@@ -37,7 +37,7 @@ class Tile:
     """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens, `ctas` CTAs an SM.
 
     `cycles[i]`: the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted
-    copy of the tokens. `path`: "a16" (activations of 16 bits) or "w4a8".
+    copy of the tokens, of `token_bytes` an element. `path`: "a16" (activations of 16 bits) or "w4a8".
     """
 
     name: str
@@ -47,6 +47,7 @@ class Tile:
     widths: tuple[int, ...]
     cycles: tuple[int, ...]
     path: Path = "a16"
+    token_bytes: int = 2
 
     def chunk_cycles(self, rows: float) -> float:
         """SM cycles of a weight chunk for `rows` tokens of one expert."""
@@ -77,9 +78,9 @@ TILES = (
     Tile("256x128", 4, 1, True, (32, 64, 96, 128), (344, 399, 479, 589)),
     Tile("256x160", 4, 1, True, (64, 96, 128, 160), (404, 473, 581, 729)),
     # Estimates, not measured: memory or decode (about 240 each), 15 % on top, and a little for each token.
-    Tile("f8-256x16", 4, 2, True, (8, 16), (284, 292), "w4a8"),
-    Tile("f8-256x64", 4, 1, True, (16, 32, 48, 64), (292, 308, 324, 340), "w4a8"),
-    Tile("f8-256x112", 4, 1, True, (64, 80, 96, 112), (336, 340, 348, 372), "w4a8"),
+    Tile("f8-256x16", 4, 2, True, (8, 16), (284, 292), "w4a8", 1),
+    Tile("f8-256x64", 4, 1, True, (16, 32, 48, 64), (292, 308, 324, 340), "w4a8", 1),
+    Tile("f8-256x112", 4, 1, True, (64, 80, 96, 112), (336, 340, 348, 372), "w4a8", 1),
 )
 
 
@@ -146,12 +147,12 @@ def costs(
     spread = math.sqrt(max(0.0, mean - 1.0))
     rows = [max(1.0, mean + z * spread) for z in _QUANTILES]
     up_blocks = math.ceil(intermediate * (2 if gated else 1) / 64)
-    copy = entries * hidden * 2 / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9 + COPY_LATENCY_CYCLES
+    copy_per_byte = entries * hidden / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9
     table = {}
     for index in tiles_of(path):
         tile = TILES[index]
         up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128), EPILOGUE_CYCLES[0]) + (
-            copy if tile.sorted_tokens else 0.0
+            copy_per_byte * tile.token_bytes + COPY_LATENCY_CYCLES if tile.sorted_tokens else 0.0
         )
         down = _gemm_cycles(
             tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128), EPILOGUE_CYCLES[1]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from vllm_humming import compat
+from vllm_humming.moe.fp8 import BLOCK_K as FP8_BLOCK
 from vllm_humming.quant_methods import schemes
 from vllm_humming.quant_methods.schemes import ExpertScheme
-
-logger = compat.logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,6 @@ def describe(quantization_config: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _activations_stay_16_bit(scheme: ExpertScheme) -> None:
-    logger.info_once(
-        "%s experts run with 16-bit activations; the checkpoint's activation scheme is not used",
-        scheme.weight_format.label,
-    )
-
-
 # compressed-tensors
 
 # format -> (group size, scheme)
@@ -106,9 +98,7 @@ def _ct_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> Exper
         raise ValueError(f"{prefix}: the projections of one MoE layer must share one scheme, found {found}")
     if found[0] is None:
         return None
-    arguments = found[0].get("weights")
-    weights = {name: getattr(arguments, name, None) for name in ("num_bits", "type", "group_size", "strategy")}
-    weights = {name: getattr(value, "value", value) for name, value in weights.items()}
+    weights = _plain(found[0].get("weights"), "num_bits", "type", "group_size", "strategy")
     scheme = _ct_scheme(found[0].get("format"), weights)
     if scheme is None:
         known = ", ".join(f"{name} (4-bit float, group {size})" for name, (size, _) in _CT_FORMATS.items())
@@ -116,9 +106,24 @@ def _ct_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> Exper
             f"{prefix}: vllm-humming loads compressed-tensors experts of format {known}, "
             f"found format {found[0].get('format')!r} with {weights}"
         )
-    if found[0].get("input_activations") is not None:
-        _activations_stay_16_bit(scheme)
-    return scheme
+    return _ct_with_activation(scheme, found[0].get("input_activations"))
+
+
+def _plain(arguments: Any, *names: str) -> dict[str, Any]:
+    """Fields of compressed-tensors' QuantizationArgs, enumerations as their strings."""
+    values = {name: getattr(arguments, name, None) for name in names}
+    return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def _ct_with_activation(scheme: ExpertScheme, arguments: Any) -> ExpertScheme:
+    if arguments is None:
+        return scheme
+    found = _plain(arguments, "num_bits", "type", "strategy", "group_size", "dynamic")
+    stated = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    if (found["num_bits"], found["type"], found["dynamic"]) != (8, "float", True):
+        return scheme.with_activation("16bit", stated)
+    ours = (found["strategy"], found["group_size"]) == ("group", FP8_BLOCK)
+    return scheme.with_activation("fp8" if ours else None, stated)
 
 
 # ModelOpt: new style (config.json: {"quant_method": "modelopt", "quant_algo": ...}) and old style
@@ -166,9 +171,7 @@ def complete_mixed_precision(hf_config: Any) -> None:
 def _modelopt_scheme(group_size: Any, algorithm: Any, prefix: str) -> ExpertScheme:
     if group_size != _MODELOPT_GROUP:
         raise ValueError(f"{prefix}: NVFP4 has groups of {_MODELOPT_GROUP}, found group_size {group_size}")
-    if algorithm == "NVFP4":
-        _activations_stay_16_bit(schemes.MODELOPT_NVFP4)
-    return schemes.MODELOPT_NVFP4
+    return schemes.MODELOPT_NVFP4.with_activation("16bit", "NVFP4" if algorithm == "NVFP4" else "")
 
 
 def _modelopt_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
@@ -191,10 +194,10 @@ def _modelopt_mixed_expert_scheme(config: Any, layer: torch.nn.Module, prefix: s
 _QUARK_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
 
 
-def _quark_weights(group: Any) -> Any:
-    """The weight entry of a Quark layer config; a list of one is that one."""
-    weight = group.get("weight") if isinstance(group, dict) else None
-    return weight[0] if isinstance(weight, list) and len(weight) == 1 else weight
+def _quark_entry(group: Any, name: str) -> Any:
+    """An entry of a Quark layer config; a list of one is that one."""
+    entry = group.get(name) if isinstance(group, dict) else None
+    return entry[0] if isinstance(entry, list) and len(entry) == 1 else entry
 
 
 def _is_quark_mxfp4(weight: Any) -> bool:
@@ -204,19 +207,32 @@ def _is_quark_mxfp4(weight: Any) -> bool:
 def _quark_matches(config: dict[str, Any]) -> bool:
     layers = config.get("layer_quant_config")
     groups = [config.get("global_quant_config"), *(layers.values() if isinstance(layers, dict) else ())]
-    return config.get("quant_method") == "quark" and any(_is_quark_mxfp4(_quark_weights(group)) for group in groups)
+    return config.get("quant_method") == "quark" and any(
+        _is_quark_mxfp4(_quark_entry(group, "weight")) for group in groups
+    )
 
 
 def _quark_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
     if compat.quark_excludes(config, prefix):
         return None
     group = config._find_matched_config(prefix, layer)
-    weight = _quark_weights(group)
+    weight = _quark_entry(group, "weight")
     if not _is_quark_mxfp4(weight):
         raise ValueError(f"{prefix}: vllm-humming loads Quark experts whose weight is {_QUARK_MXFP4}, found {weight}")
-    if group.get("input_tensors"):
-        _activations_stay_16_bit(schemes.QUARK_MXFP4)
-    return schemes.QUARK_MXFP4
+    return _quark_with_activation(schemes.QUARK_MXFP4, _quark_entry(group, "input_tensors"))
+
+
+def _quark_with_activation(scheme: ExpertScheme, entry: Any) -> ExpertScheme:
+    if not isinstance(entry, dict):
+        return scheme.with_activation("16bit", str(entry or ""))
+    names = ("dtype", "qscheme", "group_size", "is_dynamic")
+    stated = ", ".join(f"{name} {entry[name]}" for name in names if entry.get(name) is not None)
+    if entry.get("dtype") != "fp8_e4m3" or not entry.get("is_dynamic"):
+        return scheme.with_activation("16bit", stated)
+    # A scale over more than 128 channels is nothing that the weights were made for (vLLM does not look at the qscheme
+    # of dynamic FP8 inputs either); one over 32 is MXFP8.
+    ours = entry.get("qscheme") != "per_group" or entry.get("group_size") == FP8_BLOCK
+    return scheme.with_activation("fp8" if ours else None, stated)
 
 
 # gpt-oss, mxfp4

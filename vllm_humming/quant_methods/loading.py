@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_humming.moe.fp8 import Rounding
 from vllm_humming.moe.packing import PackedProjection, pack_expert
 from vllm_humming.moe.quantize import nvfp4_global_scale, quantize
 from vllm_humming.moe.scales import check_global_scale
@@ -78,6 +79,7 @@ class ExpertLoader:
         self.layer, self.scheme, self.shape, self.packed, self.dtype = layer, scheme, shape, packed, dtype
         self.format = scheme.weight_format
         self.touched = False
+        self.rounding = Rounding(0, 0, 0.0)  # what packing took from the weights so far
         self._done: set[tuple[Projection, int]] = set()
         self._staged: dict[tuple[Projection, int], dict[_Part, Tensor]] = {}
         self._names = {kind: suffix for suffix, kind in scheme.tensors}
@@ -273,7 +275,7 @@ class ExpertLoader:
             short = self.shape.shard - self.shape.channels
             codes = F.pad(codes, (0, short // 2))
             scales = F.pad(scales, (0, short // self.format.group_k), value=self.format.one)
-        pack_expert(
+        self.rounding += pack_expert(
             destination,
             expert,
             codes,
