@@ -76,7 +76,7 @@ def decode_e4m3_chunk(chunk):
                     for i in range(4):
                         magnitude = word >> (16 * high + 4 * i) & 7
                         sign = word >> (8 * i + (3 if high else 7)) & 1
-                        k = 64 * half_k + 32 * step + 16 * high + 4 * q + i
+                        k = 32 * q + 8 * (2 * half_k + step) + 4 * high + i
                         scale = chunk[4096 + ((w * 8 + g) * 2 + row_half) * 4 + k // 32]
                         assert scale in range(0, 89, 8)
                         # e2m1 at 2^-5: exponent and mantissa move up, and 0.5 becomes the smallest normal number

@@ -73,7 +73,8 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
           low[b] = scales[b].template factor<T>(0, h * 4 + step);
           high[b] = scales[b].template factor<T>(1, h * 4 + step);
         }
-        decode<T>(word_of(codes.half[h][b], step), low[b], high[b], fragment);
+        // opaque: decoded no earlier than here, after the wait of the unit before; until then fragment's registers are being read
+        decode<T>(ptx::opaque(word_of(codes.half[h][b], step)), low[b], high[b], fragment);
         ptx::wgmma_fence();
         Wgmma<T, N>::mma(acc[b], fragment, desc + (h * (C::kMaxWidth * 128) + step * 32) / 16);
         ptx::wgmma_commit();

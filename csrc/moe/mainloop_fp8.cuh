@@ -19,74 +19,75 @@ struct Fp8Chunk {
     row[0].set(ptx::load_shared_1(scales));
     row[1].set(ptx::load_shared_1(scales + 4));
   }
+  // Stays where it is written, between an issue and its wait.
   __device__ __forceinline__ void decode(int step, uint32_t (&a)[4]) const {
     const uint4& h = half[step / 2];
-    row[0].decode(step % 2 ? h.z : h.x, a[0], a[2]);
-    row[1].decode(step % 2 ? h.w : h.y, a[1], a[3]);
+    row[0].decode(ptx::opaque(step % 2 ? h.z : h.x), a[0], a[2]);
+    row[1].decode(ptx::opaque(step % 2 ? h.w : h.y), a[1], a[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = ptx::opaque(a[i]);
   }
 };
 
-// acc += part * (the tokens' scales). Accumulators of a thread: token 8 j + 2 q + c of rows g (0, 1) and g + 8 (2, 3).
-template <int N, int L, int P>
-__device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P], uint32_t scales) {
+// acc += part * (the tokens' scales). Accumulators of a thread: token 8 j + 2 q + c of rows g (0, 1) and g + 8 (2, 3). early: the scales of
+// the first tokens, already read.
+template <int N, int Early, int L, int P>
+__device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    const uint2 w = ptx::load_shared_8(scales + j * 32);
+    const uint2 w = j < Early ? early[j] : ptx::load_shared_8(scales + j * 32);
     const float scale[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] = fmaf(part[4 * j + i], scale[i % 2], acc[4 * j + i]);
   }
 }
 
-// One tile of width N. A stage's four steps (64 rows x 32 K) of a block are issued together, so that the tensor cores never wait between
-// them; the next block's are decoded as they finish, each into the fragment that has become free. The last one's fragment is free only
-// before the promotion, so it is decoded after it, behind the next three. During a promotion the other warpgroup has the tensor cores.
+// One tile of width N. A stage's four steps (64 rows x 32 K) of a block are issued together; the next block's are decoded into other
+// registers while the tensor cores run them. During a promotion the other warpgroup has the tensor cores. No branch lies between an issue
+// and its wait: the compiler keeps a running wgmma's operands from being overwritten only within a basic block (build_tools/
+// check_kernels.py looks).
 template <typename C, int N>
 __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
-  using Mma = Wgmma<__nv_fp8_e4m3, N>;
+  constexpr int kSteps = kBlockK / 32, kEarly = N / 8 < 4 ? N / 8 : 4;
+  static_assert(C::kBlocks % 2 == 0, "fragments alternate over the blocks");
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes, scales = s.scales + lane % 4 * 8;
-  uint32_t a[4][4];
+  uint32_t a[2][kSteps][4];
+  uint2 early[kEarly];
   float part[N / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
-  Fp8Chunk chunk;
+  Fp8Chunk next;
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-  chunk.load(weights + ring.at * C::kWeightBytes, thread);
+  next.load(weights + ring.at * C::kWeightBytes, thread);
 #pragma unroll
-  for (int step = 0; step < 3; ++step) chunk.decode(step, a[step]);
+  for (int step = 0; step < kSteps; ++step) next.decode(step, a[0][step]);
   for (int kb = 0; kb < p.k_blocks; ++kb) {
     const int stage = ring.at;
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + stage * C::kTokenBytes);
     ring.next();
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) {
-      ptx::wgmma_fence();
-      Mma::template mma<false>(part, a[0], desc);
-      ptx::wgmma_commit();
-      Mma::template mma<true>(part, a[1], desc + 2);
-      ptx::wgmma_commit();
-      Mma::template mma<true>(part, a[2], desc + 4);
-      ptx::wgmma_commit();
-      chunk.decode(3, a[3]);
-      ptx::wgmma_fence();
-      Mma::template mma<true>(part, a[3], desc + 6);
-      ptx::wgmma_commit();
       if (b + 1 < C::kBlocks) {
-        chunk.load(weights + stage * C::kWeightBytes + (b + 1) * C::kChunkBytes, thread);
+        next.load(weights + stage * C::kWeightBytes + (b + 1) * C::kChunkBytes, thread);
       } else if (kb + 1 < p.k_blocks) {
         ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-        chunk.load(weights + ring.at * C::kWeightBytes, thread);
+        next.load(weights + ring.at * C::kWeightBytes, thread);
       }
-      ptx::wgmma_wait<3>();
-      chunk.decode(0, a[0]);
-      ptx::wgmma_wait<2>();
-      chunk.decode(1, a[1]);
-      ptx::wgmma_wait<1>();
-      chunk.decode(2, a[2]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step == 0) Wgmma<__nv_fp8_e4m3, N>::template mma<false>(part, a[b % 2][step], desc);
+        else Wgmma<__nv_fp8_e4m3, N>::template mma<true>(part, a[b % 2][step], desc + step * 2);
+      }
+      ptx::wgmma_commit();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) next.decode(step, a[(b + 1) % 2][step]);
+#pragma unroll
+      for (int j = 0; j < kEarly; ++j) early[j] = ptx::load_shared_8(scales + stage * C::kScaleBytes + j * 32);
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");  // nothing reads part above the wait
-      promote<N>(acc[b], part, scales + stage * C::kScaleBytes);
+      promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8);

@@ -120,7 +120,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.nn.functional.pad(x.float(), (0, -k % BLOCK_K)).unflatten(1, (-(-k // BLOCK_K), BLOCK_K))
     # clamp and amax both keep NaN
     amax = blocks.abs().amax(2).clamp(min=SMALLEST_AMAX)
-    values = blocks * (E4M3_MAX / amax)[:, :, None]
+    # a number over a tensor would be its reciprocal times the number, which is no correctly rounded quotient
+    values = blocks * torch.full_like(amax, E4M3_MAX).div(amax)[:, :, None]
     # torch's conversion saturates nothing: it gives NaN from 464 on
     values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
     return values.flatten(1)[:, :k], amax / E4M3_MAX
