@@ -151,12 +151,12 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
     float v[C::kBlocks][C::kStoreTokens / 2];
     take_chunk<C>(acc, first / C::kStoreTokens, v);
     finish<C, S>(p, info, factors, first, q, v);
-    const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes + lane % 8 * C::kStoreStride;
+    const uint32_t staging = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes;
 #pragma unroll
     for (int j = 0; j < C::kStoreTokens / 8; ++j)
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
-        const uint32_t row = staging + j * 8 * C::kStoreStride;
+        const uint32_t row = staging + (j * 8 + lane % 8) * C::kStoreStride;
         const float* x = v[b] + 4 * j;
         if (gated) {
           ptx::store_matrix_transposed(row + (b * 32 + warp * 8) * 2, pack(x[0], x[1], T()));
@@ -167,9 +167,8 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
         }
       }
     warpgroup_barrier<C>(warpgroup);
-    const uint32_t source = s.store + (warpgroup * 2 + buffer) * C::kStoreBytes;
-    if (gated) store_rows<T, C, S, 4>(p, source, info, tile, first, column0, thread);
-    else store_rows<T, C, S, 8>(p, source, info, tile, first, column0, thread);
+    if (gated) store_rows<T, C, S, 4>(p, staging, info, tile, first, column0, thread);
+    else store_rows<T, C, S, 8>(p, staging, info, tile, first, column0, thread);
     buffer ^= 1;
   }
 }

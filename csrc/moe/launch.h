@@ -61,6 +61,10 @@ int64_t tile_total();
 
 int route_blocks(int64_t entries);
 void launch_route(const RouteParams&, cudaStream_t);
+// The sorted copy where launch_route has made the rows; or, where sorting_makes_rows, both at once behind the tile lists alone.
+void launch_tile_lists(const RouteParams&, cudaStream_t);
+bool sorting_makes_rows(int64_t entries, int64_t columns);
+void launch_sort(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
 void launch_permute(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
 void launch_quantize(DType, const QuantizeParams&, cudaStream_t);
 void launch_reduce(DType, const ReduceParams&, cudaStream_t);

@@ -72,7 +72,9 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     route.tiles[i] = reinterpret_cast<TokenTile*>(w + ws.tiles[i]);
     route.widths[i] = (i ? down : up).widths;
   }
-  launch_route(route, stream);
+  const bool sorts = !s.fp8 && up.sorted_tokens && sorting_makes_rows(entries, s.hidden);
+  if (sorts) launch_tile_lists(route, stream);
+  else launch_route(route, stream);
   // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
   const void* x = static_cast<const uint8_t*>(a.x) + first * s.hidden * element;
   if (s.fp8) {
@@ -89,7 +91,8 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     launch_quantize(a.dtype, q, stream);
     x = w + ws.y;
   } else if (up.sorted_tokens) {
-    launch_permute(x, w + ws.y, route, s.hidden, stream);
+    if (sorts) launch_sort(x, w + ws.y, route, s.hidden, stream);
+    else launch_permute(x, w + ws.y, route, s.hidden, stream);
     x = w + ws.y;
   }
 

@@ -30,16 +30,19 @@ struct Fp8Chunk {
 };
 
 // acc += part * (the tokens' scales). Accumulators of a thread: token 8 j + 2 q + c of rows g (0, 1) and g + 8 (2, 3). early: the scales of
-// the first tokens, already read.
+// the first tokens, already read. Returns what was read last.
 template <int N, int Early, int L, int P>
-__device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
+__device__ __forceinline__ uint32_t promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
+  uint32_t last = 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     const uint2 w = j < Early ? early[j] : ptx::load_shared_8(scales + j * 32);
     const float scale[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] = fmaf(part[4 * j + i], scale[i % 2], acc[4 * j + i]);
+    last = w.y;
   }
+  return last;
 }
 
 // One tile of width N. A stage's four steps (64 rows x 32 K) of a block are issued together; the next block's are decoded into other
@@ -55,6 +58,8 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes, scales = s.scales + lane % 4 * 8;
   uint32_t a[2][kSteps][4];
   uint2 early[kEarly];
+  const uint32_t zero = uint32_t(p.k_blocks) >> 31;  // which the compiler does not know
+  uint32_t last = 0;
   float part[N / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
   Fp8Chunk next;
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
@@ -87,10 +92,10 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");  // nothing reads part above the wait
-      promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
+      last = promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8);
+    if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8 + (last & zero));  // waits for the last read (multiply_narrow says why)
   }
 }
 

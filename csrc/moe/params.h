@@ -85,11 +85,4 @@ struct ReduceParams {
   int tokens, top_k, columns, global_experts, local_experts;
 };
 
-// Local expert of a global id, or -1 when there is none here.
-__host__ __device__ inline int local_expert(int id, const int* expert_map, int global_experts, int local_experts) {
-  if (id < 0 || id >= global_experts) return -1;
-  const int local = expert_map ? expert_map[id] : id;
-  return local < local_experts ? local : -1;
-}
-
 }  // namespace vllm_humming

@@ -7,19 +7,19 @@
 
 namespace vllm_humming::gemm {
 
-// Between the routing and a GEMM that reads sorted rows runs the kernel that makes those rows (the sorting copy, or the up GEMM), and it
-// has waited for the routing: tile list, slots and router weights need no wait, nor do the first weights.
+// Between the kernel that makes the tile list and a GEMM that reads sorted rows runs the one that makes those rows (the sorting copy, or the up
+// GEMM), and it has waited for the list: the list needs no wait, nor do the first weights. Slots and router weights may be the sorting
+// copy's: the down GEMM needs no wait for them, the up GEMM does.
 template <typename C, Stage S>
 constexpr bool kListIsOlder = !kGathers<C, S>;
 
-// Waits for a free info buffer and fills it. Rows and router weights are read past L1, which may hold what these addresses were in an
+// Fills a tile info whose buffer is free. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
 template <typename C, Stage S>
 __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const TokenTile& tile,
                                         int block0, int lane) {
   const TileInfo<C> info(s, ring.at);
   const uint32_t full = s.info_full + ring.at * 8;
-  ptx::mbarrier_wait(s.info_empty + ring.at * 8, ring.parity ^ 1);
 #pragma unroll 1
   for (int r = lane; r < tile.count; r += 32) {
     const int row = tile.row + r;
@@ -55,13 +55,13 @@ __device__ __forceinline__ TokenTile token_tile(const GemmParams& p, int index) 
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
-  if constexpr (!kListIsOlder<C, S>) ptx::grid_dependency_wait();
+  if (!kListIsOlder<C, S> || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
   const int total = __ldcg(p.tile_count) * p.column_tiles;
   Ring<C::kInfos> infos;
   for (int t = blockIdx.x; t < total;) {
     publish<C, S>(p, s, infos, token_tile(p, t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
     infos.next();
-    // Taken only when there is room for it: what a CTA has taken it must run, however late.
+    // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
     t = __shfl_sync(~0u, t, 0);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
       load_gathered<C>(p, s, info.slots(), tile.count, kb, stage, lane);
     });
-    ptx::copy16_wait<0>();                                         // no thread leaves with copies in flight
+    ptx::copy16_wait_all();                                        // no thread leaves with copies in flight
   } else if constexpr (C::kFp8) {
     static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
     if (warp == 1 && lane > 0) return;

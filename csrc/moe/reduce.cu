@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include "../ptx/ptx.cuh"
+#include "entries.cuh"
 #include "launch.h"
 
 namespace vllm_humming {
@@ -17,28 +18,35 @@ __device__ __forceinline__ float2 unpack(__half2 v) { return __half22float2(v); 
 __device__ __forceinline__ void round_to(float2 v, __nv_bfloat162& d) { d = __float22bfloat162_rn(v); }
 __device__ __forceinline__ void round_to(float2 v, __half2& d) { d = __float22half2_rn(v); }
 
+// Four CTAs an SM: 512 tokens of 2048 channels are one wave.
 template <typename T2>
-__global__ void __launch_bounds__(kThreads) reduce(const __grid_constant__ ReduceParams p) {
+__global__ void __launch_bounds__(kThreads, 4) reduce(const __grid_constant__ ReduceParams p) {
+  const int vectors = p.columns / kVector;
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= p.tokens * vectors) return;
+  const int token = i / vectors, column = i - token * vectors;
+  const uint4* y = static_cast<const uint4*>(p.y) + int64_t(token) * p.top_k * vectors + column;
+  auto valid_from = [&](int k0) {  // bit k: slot k0 + k has an expert here
+    int expert[kBatch];
+    experts_of(p, token * p.top_k + k0, 1, (token + 1) * p.top_k, expert);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) bits |= uint32_t(expert[k] >= 0) << k;
+    return bits;
+  };
+  uint32_t valid = valid_from(0);  // ids are older than the kernel ahead, which has waited
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int vectors = p.columns / kVector;
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= int64_t(p.tokens) * vectors) return;
-  const int token = int(i / vectors), column = int(i % vectors);
-  const uint4* y = static_cast<const uint4*>(p.y) + int64_t(token) * p.top_k * vectors + column;
   float2 sum[4] = {};
+#pragma unroll 1
   for (int k0 = 0; k0 < p.top_k; k0 += kBatch) {
+    if (k0) valid = valid_from(k0);
     uint4 v[kBatch];
-    bool valid[kBatch];
+    // Where there is none, + 0, which leaves a sum as it is: none is -0.
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) v[k] = valid >> k & 1 ? __ldcs(y + int64_t(k0 + k) * vectors) : uint4{};
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      valid[k] = k0 + k < p.top_k &&
-                 local_expert(p.topk_ids[int64_t(token) * p.top_k + k0 + k], p.expert_map, p.global_experts, p.local_experts) >= 0;
-      if (valid[k]) v[k] = __ldcs(y + int64_t(k0 + k) * vectors);
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (!valid[k]) continue;
       const T2* pair = reinterpret_cast<const T2*>(&v[k]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

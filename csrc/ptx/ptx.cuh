@@ -88,6 +88,19 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
                "r"(bar)
                : "memory");
 }
+// `bytes` contiguous bytes of shared memory to global memory, a multiple of 16; the thread that issued it commits and waits.
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void bulk_wait_read() {  // until the shared memory has been read
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
 // One box of a two-dimensional tensor map at (column, row); what lies outside the tensor reads as zero.
 __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int column, int row, uint32_t bar) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst), "l"(map),
@@ -98,10 +111,8 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int c
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
-template <int Pending>
-__device__ __forceinline__ void copy16_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
+// Waits for this thread's cp.async, committed or not (wait_group knows the committed ones only).
+__device__ __forceinline__ void copy16_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives on `bar` once all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void copy16_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");

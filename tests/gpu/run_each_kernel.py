@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small run of every compiled kernel, for compute-sanitizer; checks nothing itself.
 
-usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 \\
-           python3 tests/gpu/run_each_kernel.py [--few]
-memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size. It needs
---library with a build made by NVCC_APPEND_FLAGS=-DVLLM_HUMMING_RACECHECK (csrc/moe/tile.cuh says why).
+usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 --kernel-name kns=vllm_humming \\
+           python3 tests/gpu/run_each_kernel.py [--few] [--dtypes bf16 fp16] [--formats mxfp4 nvfp4]
+memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size, and one
+process a dtype and format may run beside the others. It needs --library with a build made by
+NVCC_APPEND_FLAGS=-DVLLM_HUMMING_RACECHECK (csrc/moe/tile.cuh says why).
 """
 
 import argparse
@@ -19,12 +20,16 @@ from vllm_humming import ops
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 TOKENS = (1, 37, 200)
-ROUTED = 3000  # enough rows for the routing of large batches
+ROUTED = 520  # with top-8, enough rows for the routing of large batches
+SORTED = 2100  # and for the sorting copy of large batches
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--few", action="store_true", help="one batch size, every tile with one activation only")
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
     parser.add_argument("--library", type=Path, help="kernels to load instead of the package's")
     args = parser.parse_args()
     few = args.few
@@ -34,9 +39,10 @@ def main() -> None:
     ops.load_kernels()
     gen = torch.Generator(device="cuda").manual_seed(0)
     runs = 0
-    for dtype, fmt in product((torch.bfloat16, torch.float16), WEIGHT_FORMATS.values()):
+    for dtype, fmt in product(args.dtypes, args.formats):
         for spec in SPECS:
-            layer = make_layer(Shape(160, 96, 3, 2, spec, bias=True), dtype, "cuda", weight_format=fmt)
+            shape = Shape(160, 96, 3, 2, spec, bias=True)
+            layer = make_layer(shape, DTYPES[dtype], "cuda", weight_format=WEIGHT_FORMATS[fmt])
             pairs = [(t, t) for t in every_tile(layer)] if spec in thorough else []
             for tokens in TOKENS[1:2] if few else TOKENS:
                 x = batch(tokens, layer, gen)
@@ -46,12 +52,14 @@ def main() -> None:
                     launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles)
                     runs += 1
     layer = make_layer(Shape(96, 96, 40, 8), torch.bfloat16, "cuda")
-    x = batch(ROUTED, layer, gen)
-    weights, ids = route(ROUTED, 40, 8, "zipf", gen)
     expert_map = torch.arange(40, dtype=torch.int32, device="cuda").sub_(3)
-    launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, ROUTED), (0, 0), expert_map)
+    for tokens, tiles in ((ROUTED, (0, 0)),) if few else ((ROUTED, (0, 0)), (SORTED, (6, 6))):
+        x = batch(tokens, layer, gen)
+        weights, ids = route(tokens, 40, 8, "zipf", gen)
+        launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles, expert_map)
+        runs += 1
     torch.cuda.synchronize()
-    print(f"{runs + 1} layers ran")
+    print(f"{runs} layers ran")
 
 
 if __name__ == "__main__":
