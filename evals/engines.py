@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 1800  # a large model's weights may come over a network
 Result = TypeVar("Result")
 LAYERS = re.compile(r"\d+ MoE layers? run through vllm_humming \([^)]*\)")
-LOGGER = "vllm.vllm_humming"  # of this package; vLLM gives the one above it other handlers when it starts
+LOGGER = "vllm.vllm_humming.moe.method"  # where the line comes from
 # Variants of a quantised checkpoint: the name's end, and what it adds to the engine's arguments.
 VARIANTS = {"": "", "-fp8": """--additional-config '{"humming": {"activation": "fp8"}}'"""}
 
@@ -182,16 +182,16 @@ def logged_layers() -> Iterator[list[str]]:
     """Collects what engines inside this process log of layers that run through this package."""
     layers: list[str] = []
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            layers.extend(line for line in LAYERS.findall(record.getMessage()) if line not in layers)
+    def listen(record: logging.LogRecord) -> bool:
+        layers.extend(line for line in LAYERS.findall(record.getMessage()) if line not in layers)
+        return True
 
-    listener, logger = Listener(), logging.getLogger(LOGGER)
-    logger.addHandler(listener)
+    logger = logging.getLogger(LOGGER)
+    logger.addFilter(listen)  # a handler would be lost when vLLM sets its loggers up
     try:
         yield layers
     finally:
-        logger.removeHandler(listener)
+        logger.removeFilter(listen)
 
 
 def shut_down(llm: Any) -> None:

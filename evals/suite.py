@@ -144,6 +144,9 @@ def run_step(step: Step, out: Path, limit_s: float, environment: dict[str, str])
     path = out / f"{step.name}.json"
     if path.exists():
         record["result"] = json.loads(path.read_text())
+        ours = record["result"].get("ours")
+        if ours and code == 0 and not ours["layers"] and "humming" in ours["engine"]["arguments"]:
+            record["code"] = "no layer ran through vllm_humming"
     return record
 
 
@@ -200,7 +203,7 @@ def main() -> None:
     print(f"[suite] checkpoints: {time.monotonic() - start:.1f} s", flush=True)
     threads = str(max(1, (os.cpu_count() or 1) // min(args.jobs, len(planned))))
     environment = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if args.jobs > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     summary: dict[str, Any] = surroundings() | {"command": sys.argv[1:], "steps": {}}

@@ -119,7 +119,7 @@ def test_requests_must_end_by_a_stop_or_their_limit():
 
 
 def test_layers_that_engines_inside_the_program_log():
-    logger = logging.getLogger(f"{engines.LOGGER}.moe.method")
+    logger = logging.getLogger(engines.LOGGER)
     logger.setLevel(logging.INFO)
     with engines.logged_layers() as layers:
         logger.info("vllm-humming 0: %d MoE layers run through vllm_humming (%s experts, kernel path)", 6, "MXFP4")
@@ -404,10 +404,13 @@ def test_formats_bring_what_they_are_compared_with(tmp_path):
 
 def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys):
     good = "import json,sys; json.dump({}, open(sys.argv[1], 'w')); print('[eval]     fine')"
+    ours = {"layers": [], "engine": {"arguments": "--quantization humming"}}
+    (tmp_path / "fourth.json").write_text(json.dumps({"ours": ours}))
     steps = [
         suite.Step("first", [sys.executable, "-c", "raise SystemExit('no card')"]),
         suite.Step("second", [sys.executable, "-c", good, str(tmp_path / "second.json")]),
         suite.Step("third", [sys.executable, "-c", "import time; time.sleep(60)"]),
+        suite.Step("fourth", [sys.executable, "-c", ""]),  # another method of the same name served the model
     ]
     monkeypatch.setattr(suite, "steps", lambda *_: steps)
     monkeypatch.setattr(suite, "checkpoints", lambda *_: {})
@@ -416,7 +419,12 @@ def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys
         suite.main()
     assert ended.value.code == 1
     results = json.loads((tmp_path / "results.json").read_text())["steps"]
-    assert [results[step.name]["code"] for step in steps] == [1, 0, "stopped after 5 s"]
+    assert [results[step.name]["code"] for step in steps] == [
+        1,
+        0,
+        "stopped after 5 s",
+        "no layer ran through vllm_humming",
+    ]
     assert results["first"]["said"] == ["no card"]
     assert results["second"]["result"] == {}
     assert "second: ok" in capsys.readouterr().out
