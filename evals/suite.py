@@ -133,9 +133,7 @@ def run_step(step: Step, out: Path, limit_s: float, environment: dict[str, str])
         except subprocess.TimeoutExpired:
             code = f"stopped after {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
     lines = log.read_text(errors="replace").splitlines()
     marks = ("[eval]     ", "[smoke]", "capture smoke:")
     said = [line.removeprefix("[eval]     ") for line in lines if line.startswith(marks)]
@@ -148,6 +146,20 @@ def run_step(step: Step, out: Path, limit_s: float, environment: dict[str, str])
         if ours and code == 0 and not ours["layers"] and "humming" in ours["engine"]["arguments"]:
             record["code"] = "no layer ran through vllm_humming"
     return record
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and all that it started, a server in a session of its own too."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(process.pid)
+        for child in [family, *family.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what outlived a process that has ended
+    process.wait()
 
 
 def comparisons(results: dict[str, Any], wanted: dict[str, Format]) -> tuple[dict[str, Any], bool]:

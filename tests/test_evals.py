@@ -4,6 +4,7 @@
 import json
 import logging
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -404,12 +405,14 @@ def test_formats_bring_what_they_are_compared_with(tmp_path):
 
 def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys):
     good = "import json,sys; json.dump({}, open(sys.argv[1], 'w')); print('[eval]     fine')"
+    hanging = "import subprocess,sys; server = subprocess.Popen(['sleep', '99'], start_new_session=True);"
+    hanging += "open(sys.argv[1], 'w').write(str(server.pid)); server.wait()"
     ours = {"layers": [], "engine": {"arguments": "--quantization humming"}}
     (tmp_path / "fourth.json").write_text(json.dumps({"ours": ours}))
     steps = [
         suite.Step("first", [sys.executable, "-c", "raise SystemExit('no card')"]),
         suite.Step("second", [sys.executable, "-c", good, str(tmp_path / "second.json")]),
-        suite.Step("third", [sys.executable, "-c", "import time; time.sleep(60)"]),
+        suite.Step("third", [sys.executable, "-c", hanging, str(tmp_path / "server")]),
         suite.Step("fourth", [sys.executable, "-c", ""]),  # another method of the same name served the model
     ]
     monkeypatch.setattr(suite, "steps", lambda *_: steps)
@@ -425,6 +428,8 @@ def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys
         "stopped after 5 s",
         "no layer ran through vllm_humming",
     ]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "server").read_text()), 0)  # the step's server has ended with it
     assert results["first"]["said"] == ["no card"]
     assert results["second"]["result"] == {}
     assert "second: ok" in capsys.readouterr().out
