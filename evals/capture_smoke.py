@@ -9,7 +9,8 @@ graph) and that many prompts decoding at once (a full graph), under torch's prof
 call of our operator outside a graph. After that 128 questions arrive in bursts; outputs must be valid, nothing may be
 compiled or captured, and the allocator may not grow. An eager engine then answers the same batches. Where a token
 differs, the eager run must have had the other token within --tie nats: sums are rounded in another order there, so a
-tie may fall either way; from that token on the two texts are no longer compared.
+tie may fall either way (BF16 logits between 16 and 32 are 0.125 apart, and each of two may move by one step); from that
+token on the two texts are no longer compared.
 
 Prints one summary line; exits with 0 if all checks passed, 1 if one failed, 3 if the platform has no CUDA graphs
 (--no-graphs checks the rest there).
@@ -21,19 +22,19 @@ import argparse
 import gc
 import json
 import math
-import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evals.engines import apart, keyword_arguments, surroundings
+from evals.engines import apart, keyword_arguments, run_inside, surroundings
 from evals.tasks import documents
 from evals.tinymath.data import evaluation, prompt
 
 OURS = "vllm_humming"
 DECODED = 6  # tokens of each prompt in a batch of one size
+WAVES = 3
 PROFILED = 2  # decode steps of each size under the profiler
 BURST_TOKENS = 96
 
@@ -145,12 +146,8 @@ class Driver:
     """An engine inside this process, stepped by hand."""
 
     def __init__(self, args: argparse.Namespace, graphs: bool) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        import torch
+        run_inside()
         from vllm import LLM, SamplingParams
-
-        if not torch.cuda.is_available():
-            torch.cpu._init_amx()  # vLLM's own worker process asks for it by itself
 
         options: dict[str, Any] = {
             "max_model_len": args.max_model_len,
@@ -284,16 +281,22 @@ def run(args: argparse.Namespace, graphs: bool, sizes: list[int] | None) -> Repo
             wrong = judge_profile(events_of(profile), report.layers, steps) if profile and report.layers else None
             if wrong:
                 report.problems.append(f"{name}: {wrong}")
-    # A first wave at full width brings every buffer to its size; the second must not need more.
+    # Waves of questions: the first brings every buffer to its size, another may still fill a gap of the allocator's.
+    # What leaks grows in each. What is compiled or captured may not grow at all after the first.
     bursts(driver, prompts, args.questions, seed=0)
-    before = state(torch)
-    answers = bursts(driver, prompts, args.questions, seed=1)
-    after = state(torch)
-    if graphs or torch.cuda.is_available():
-        report.reserved = [before["reserved"], after["reserved"]]
-    for name in before:
-        if after[name] > before[name]:
-            report.problems.append(f"{name} grew from {before[name]} to {after[name]} while serving")
+    answers, first = [], state(torch)
+    report.reserved = [first["reserved"]]
+    for wave in range(1, WAVES + 1):
+        answers += bursts(driver, prompts, args.questions, seed=wave)
+        last = state(torch)
+        report.reserved.append(last["reserved"])
+        if report.reserved[-1] <= report.reserved[-2]:
+            break
+    else:
+        report.problems.append(f"reserved memory grew in each of {WAVES} waves: {report.reserved}")
+    for name in first:
+        if name != "reserved" and last[name] > first[name]:
+            report.problems.append(f"{name} grew from {first[name]} to {last[name]} while serving")
     everything = [*answers, *(answer for batch in report.batches.values() for answer in batch)]
     invalid = sum(answer.invalid(report.vocabulary) for answer in everything)
     if invalid:
@@ -341,7 +344,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="questions, .jsonl or text (default: tinymath's)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="at most, of a question (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=128, help="that arrive in bursts (default: %(default)s)")
-    parser.add_argument("--tie", type=float, default=0.1, help="nats between tokens that count as equally good")
+    parser.add_argument("--tie", type=float, default=0.26, help="nats between tokens that count as equally good")
     parser.add_argument("--any-method", action="store_true", help="do not ask for this package's layers")
     parser.add_argument("--no-graphs", action="store_true", help="a platform without CUDA graphs: check the rest")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], help="with --no-graphs")

@@ -70,3 +70,29 @@ def paired(
         mcnemar(only_ours, only_baseline),
         sum(a == b for a, b in zip(our_outputs, baseline_outputs, strict=True)),
     )
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """Two runs over the same texts: the perplexity's distance from the baseline's, as a fraction.
+
+    standard_error: of that distance, from the texts' own differences, which need not be alike.
+    """
+
+    relative: float
+    standard_error: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {"relative_perplexity": self.relative, "standard_error": self.standard_error}
+
+    def __str__(self) -> str:
+        return f"perplexity {100 * self.relative:+.4f} ± {100 * self.standard_error:.4f} %"
+
+
+def paired_perplexity(ours: Sequence[float], baseline: Sequence[float], tokens: int) -> Likelihoods:
+    """Compares the log likelihoods of the same texts, which hold so many tokens together."""
+    if len(ours) != len(baseline):
+        raise ValueError("the two runs hold different texts")
+    mean, error = mean_and_error([b - a for a, b in zip(ours, baseline, strict=True)])
+    ratio = math.exp(mean * len(ours) / tokens)
+    return Likelihoods(ratio - 1, ratio * error * len(ours) / tokens)

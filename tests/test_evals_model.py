@@ -60,8 +60,29 @@ def test_quantised_model_solves_unseen_problems_like_its_dequantised_twin(tmp_pa
     result = json.loads(out.read_text())
     assert result["ours"]["layers"] == ["6 MoE layers run through vllm_humming (MXFP4 experts, reference path)"]
     assert result["baseline"]["layers"] == []
-    for run in (result["ours"], result["baseline"]):
+    ours, baseline = (result[name]["tasks"]["tinymath"] for name in ("ours", "baseline"))
+    for run in (ours, baseline):
         assert run["problems"] == PROBLEMS
+        assert run["failed"] == 0
         assert run["strict"]["accuracy"] >= 0.85
         assert run["strict"]["invalid"] <= 0.01
-    assert abs(result["ours"]["strict"]["accuracy"] - result["baseline"]["strict"]["accuracy"]) <= LIMIT_POINTS / 100
+    assert abs(ours["strict"]["accuracy"] - baseline["strict"]["accuracy"]) <= LIMIT_POINTS / 100
+
+
+@pytest.mark.engine
+def test_engine_inside_the_program_answers_alike_twice_and_counts_its_layers(tmp_path):
+    """lm-eval's vllm backend: two tasks on one start."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "evals.gsm8k", str(MODEL), "--task", "tinymath", "perplexity", "--limit", "8"]
+    command += ["--in-process", "--twice", "--max-length", "512", "--out", str(out)]
+    command += ["--arguments=--quantization humming --enforce-eager --max-num-seqs 8"]
+    settings = environment() | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    ours = json.loads(out.read_text())["ours"]
+    assert ours["layers"] == ["6 MoE layers run through vllm_humming (MXFP4 experts, reference path)"]
+    assert ours["tasks"]["tinymath"]["ended"] == {"stop": 16}
+    assert ours["tasks"]["tinymath"]["changed_outputs"] == 0
+    assert 1 < ours["tasks"]["perplexity"]["token_perplexity"] < 2
