@@ -5,8 +5,9 @@
 
 Reads the ptxas reports that build_tools/kernels.py leaves in build/kernels and prints one line a kernel: registers and
 static shared memory (dynamic shared memory is chosen at launch and not in the reports). Where a cuobjdump is found
-(CUDA_HOME, PATH, /usr/local/cuda, triton's wheel) the machine code is checked too: HGMMA in every GEMM kernel wide
-enough for wgmma, LDL and STL in none. Exits with 1 if a check fails, or if there is no report of a source to check.
+(CUDA_HOME, PATH, /usr/local/cuda, triton's wheel) the machine code is checked too: HGMMA or QGMMA in every GEMM kernel wide
+enough for wgmma, LDL and STL in none, and no register of a wgmma in flight touched before its wait (the compiler sees to
+that only within a basic block; build_tools/wgmma_hazards.py). Exits with 1 if a check fails, or if there is no report of a source to check.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kernels
+import wgmma_hazards
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FUNCTION = re.compile(r"Function properties for (\w+)")
@@ -111,8 +113,8 @@ def check_opcodes(names: Iterable[str], found: dict[str, set[str]]) -> list[str]
             problems.append(f"{name}: no machine code in the object; build again")
             continue
         problems += [f"{name}: {opcode} in the machine code" for opcode in ("LDL", "STL") if opcode in used]
-        if uses_wgmma(name) and "HGMMA" not in used:
-            problems.append(f"{name}: no HGMMA in the machine code")
+        if uses_wgmma(name) and not used & {"HGMMA", "QGMMA"}:
+            problems.append(f"{name}: no HGMMA or QGMMA in the machine code")
     return problems
 
 
@@ -150,6 +152,7 @@ def check_source(source: Path, objects: Path, cuobjdump: Path | None) -> Report:
             report.problems.append(f"{cuobjdump} failed: {dump.stderr.strip()}")
         else:
             report.problems += check_opcodes([kernel.name for kernel in report.kernels], opcodes(dump.stdout))
+            report.problems += wgmma_hazards.problems(dump.stdout)
     return report
 
 

@@ -30,19 +30,16 @@ struct Fp8Chunk {
 };
 
 // acc += part * (the tokens' scales). Accumulators of a thread: token 8 j + 2 q + c of rows g (0, 1) and g + 8 (2, 3). early: the scales of
-// the first tokens, already read. Returns what was read last.
+// the first tokens, already read.
 template <int N, int Early, int L, int P>
-__device__ __forceinline__ uint32_t promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
-  uint32_t last = 0;
+__device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     const uint2 w = j < Early ? early[j] : ptx::load_shared_8(scales + j * 32);
     const float scale[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * j + i] = fmaf(part[4 * j + i], scale[i % 2], acc[4 * j + i]);
-    last = w.y;
   }
-  return last;
 }
 
 // One tile of width N. A stage's four steps (64 rows x 32 K) of a block are issued together; the next block's are decoded into other
@@ -58,8 +55,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes, scales = s.scales + lane % 4 * 8;
   uint32_t a[2][kSteps][4];
   uint2 early[kEarly];
-  const uint32_t zero = uint32_t(p.k_blocks) >> 31;  // which the compiler does not know
-  uint32_t last = 0;
+  uint32_t release = 0;
   float part[N / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
   Fp8Chunk next;
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
@@ -85,6 +81,8 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
         else Wgmma<__nv_fp8_e4m3, N>::template mma<true>(part, a[b % 2][step], desc + step * 2);
       }
       ptx::wgmma_commit();
+      // The stage before: its scales have been used, since what they were used on is being overwritten.
+      if (b == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) next.decode(step, a[(b + 1) % 2][step]);
 #pragma unroll
@@ -92,11 +90,14 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");  // nothing reads part above the wait
-      last = promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
+      promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8 + (last & zero));  // waits for the last read (multiply_narrow says why)
+    release = s.empty + stage * 8;
   }
+  // The address depends on the last scales, so that the arrival waits for them (multiply_narrow says why).
+  const uint32_t zero = uint32_t(p.k_blocks) >> 31;
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(release + (__float_as_uint(acc[C::kBlocks - 1][N / 2 - 1]) & zero));
 }
 
 }  // namespace vllm_humming::gemm

@@ -4,6 +4,6 @@
 namespace vllm_humming {
 // Warpgroups, blocks a warpgroup, token widths, stages, CTAs an SM, producer warps, widest by mma.sync, tokens of the up GEMM.
 template <Format F>
-using Config_f8_256x112 = TileConfig<F, 2, 2, Widths<64, 80, 96, 112>, 5, 1, 4, 0, Tokens::kSorted>;
-extern const Tile tile_f8_256x112 = TileInstance<Config_f8_256x112, Path::kFp8>::tile();
+using Config_f8_256x16 = TileConfig<F, 2, 2, Widths<8, 16>, 5, 2, 4, 0, Tokens::kSorted>;
+extern const Tile tile_f8_256x16 = TileInstance<Config_f8_256x16, Path::kFp8>::tile();
 }  // namespace vllm_humming
