@@ -96,28 +96,28 @@ __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Share
   const Fragment<C> at(thread);
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
   const uint32_t row = lane % 8 * 128, chunk = lane / 8, swizzle = lane % 8;
-  const uint32_t zero = uint32_t(p.k_blocks) >> 31;  // which the compiler does not know
+  uint32_t release = 0;
   for (int kb = 0; kb < p.k_blocks; ++kb) {
+    // The stage before, here and not behind its products: within their basic block the compiler moves the arrival up to reads that are issued
+    // but queue behind another CTA's global loads; it overtakes them, and the next copy overwrites what they were to read.
+    __syncwarp();
+    if (kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
     ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
     const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * C::kChunkBytes;
     const uint32_t x = s.tokens + ring.at * C::kTokenBytes + row;
     Scales<C::kFormat> scales[C::kBlocks];
     uint4 codes[C::kBlocks];
-    uint32_t last = 0;  // of what was read
 #pragma unroll
     for (int b = 0; b < C::kBlocks; ++b) scales[b].load(w + b * C::kChunkBytes + at.scales);
 #pragma unroll
     for (int group = 0; group < kBlockK / 32; ++group) {
       uint4 tokens[N / 8];
 #pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
+      for (int j = 0; j < N / 8; ++j)
         tokens[j] = ptx::load_matrix_4(x + group / 2 * (C::kMaxWidth * 128) + j * 1024 + (((group % 2 * 4 + chunk) ^ swizzle) << 4));
-        if (group == kBlockK / 32 - 1) last |= tokens[j].w;
-      }
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
         if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * C::kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
-        if (group == kBlockK / 32 - 1) last |= codes[b].w;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int step = group * 2 + i;
@@ -129,12 +129,11 @@ __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Share
         }
       }
     }
-    // The address depends on the last reads, so that the arrival waits for them. Without that it overtakes reads that are issued but queue
-    // behind another CTA's global loads, and the next copy overwrites what they were to read.
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8 + (last & zero));
+    release = s.empty + ring.at * 8;
     ring.next();
   }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(release);
 }
 
 // A warpgroup past the last weight row: keeps the ring turning and leaves the tensor cores to the others.

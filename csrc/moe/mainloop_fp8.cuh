@@ -94,10 +94,8 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
     }
     release = s.empty + stage * 8;
   }
-  // The address depends on the last scales, so that the arrival waits for them (multiply_narrow says why).
-  const uint32_t zero = uint32_t(p.k_blocks) >> 31;
   __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(release + (__float_as_uint(acc[C::kBlocks - 1][N / 2 - 1]) & zero));
+  if (lane == 0) ptx::mbarrier_arrive(release);
 }
 
 }  // namespace vllm_humming::gemm

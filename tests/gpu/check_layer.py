@@ -63,7 +63,7 @@ def check(layer: Layer, tokens: int, kind: str = "uniform", *, scale: float = 1.
     tiles = kw.pop("tiles", None)
     out = run(layer, x, weights, ids, tiles=tiles, **kw)
     # the oracle must not touch tokens that no expert sees: they may be NaN
-    return compare(layer, out, oracle(layer, x, weights, ids, **kw))
+    return compare(layer, out, oracle(layer, x, weights, ids, tiles=tiles, **kw))
 
 
 def shapes_group(report: Report, args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ are quantised to e4m3 in blocks of 128 instead (`h` from fp32), and each block's
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 
@@ -114,12 +114,14 @@ def oracle_moe(
     limit: float = math.inf,
     router_weight_on_input: bool = False,
     fp8_activations: bool = False,
+    second_input: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The layer in float64 without intermediate rounding, from dense weights: float64 [M, H].
 
     w13[e] [2I, H] ([gate; up]) or [I, H] when not gated, w2[e] [H, I], b13[e] and b2[e] matching; indexed by expert, so
     a lazy sequence keeps memory low. Other arguments as in moe. fp8_activations: x and h are rounded as the FP8 path
-    rounds them (fp8.round_activations). Its h is not bit for bit the kernels', so a few values round the other way.
+    rounds them (fp8.round_activations). Its h is not bit for bit the kernels', so a few values round the other way;
+    second_input(slots, h), where given, says what the second GEMM reads instead of h [slots, I] (float64).
     """
     act = Activation(activation)
     rounded = fp8.round_activations if fp8_activations else Tensor.double
@@ -133,7 +135,8 @@ def oracle_moe(
             h = h * weights
         if b13 is not None:
             h = h + b13[expert].double()
-        y = rounded(activate(h, act, alpha, beta, limit)) @ w2[expert].double().T
+        h = activate(h, act, alpha, beta, limit)
+        y = (second_input(slots, h) if second_input else rounded(h)) @ w2[expert].double().T
         if b2 is not None:
             y = y + b2[expert].double()
         out.index_add_(0, slots // top_k, y if router_weight_on_input else y * weights)
