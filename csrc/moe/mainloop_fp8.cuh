@@ -29,18 +29,25 @@ struct Fp8Chunk {
   }
 };
 
-// acc += part * (the tokens' scales). Accumulators of a thread: token 8 j + 2 q + c of rows g (0, 1) and g + 8 (2, 3). early: the scales of
-// the first tokens, already read.
-template <int N, int Early, int L, int P>
-__device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P], const uint2 (&early)[Early], uint32_t scales) {
+// The scales of this thread's tokens, of one stage: 8 j + 2 q and the next. Reading them costs shared memory's bandwidth, which the wgmmas
+// need: once a stage, not once a block.
+template <int N>
+struct TokenScales {
+  uint2 pair[N / 8];
+  __device__ __forceinline__ void load(uint32_t scales) {
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    const uint2 w = j < Early ? early[j] : ptx::load_shared_8(scales + j * 32);
-    const float scale[2] = {__uint_as_float(w.x), __uint_as_float(w.y)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc[4 * j + i] = fmaf(part[4 * j + i], scale[i % 2], acc[4 * j + i]);
+    for (int j = 0; j < N / 8; ++j) pair[j] = ptx::load_shared_8(scales + j * 32);
   }
-}
+  // acc += part * scale. Accumulators of a thread: of each token pair, rows g (0, 1) and g + 8 (2, 3).
+  template <int L, int P>
+  __device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P]) const {
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        acc[4 * j + i] = fmaf(part[4 * j + i], __uint_as_float(i % 2 ? pair[j].y : pair[j].x), acc[4 * j + i]);
+  }
+};
 
 // One tile of width N. A stage's four steps (64 rows x 32 K) of a block are issued together; the next block's are decoded into other
 // registers while the tensor cores run them. During a promotion the other warpgroup has the tensor cores. No branch lies between an issue
@@ -49,12 +56,12 @@ __device__ __forceinline__ void promote(float (&acc)[L], const float (&part)[P],
 template <typename C, int N>
 __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
-  constexpr int kSteps = kBlockK / 32, kEarly = N / 8 < 4 ? N / 8 : 4;
+  constexpr int kSteps = kBlockK / 32;
   static_assert(C::kBlocks % 2 == 0, "fragments alternate over the blocks");
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes, scales = s.scales + lane % 4 * 8;
   uint32_t a[2][kSteps][4];
-  uint2 early[kEarly];
+  TokenScales<N> token_scales;
   uint32_t release = 0;
   float part[N / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
   Fp8Chunk next;
@@ -85,12 +92,11 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
       if (b == 0 && kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) next.decode(step, a[(b + 1) % 2][step]);
-#pragma unroll
-      for (int j = 0; j < kEarly; ++j) early[j] = ptx::load_shared_8(scales + stage * C::kScaleBytes + j * 32);
+      if (b == 0) token_scales.load(scales + stage * C::kScaleBytes);
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");  // nothing reads part above the wait
-      promote<N>(acc[b], part, early, scales + stage * C::kScaleBytes);
+      token_scales.promote(acc[b], part);
     }
     release = s.empty + stage * 8;
   }
