@@ -128,7 +128,8 @@ def _step(flight: _Flight, instruction: _Instruction) -> str | None:
         flight.groups, flight.open = [], (frozenset(), frozenset())  # what follows is reached from elsewhere
     if register is None:
         return None
-    return f"R{register} belongs to a wgmma in flight at {instruction.address:#06x}: {instruction.opcode} {instruction.operands}"
+    where = f"{instruction.address:#06x}: {instruction.opcode} {instruction.operands}"
+    return f"R{register} belongs to a wgmma in flight at {where}"
 
 
 def _back_edge(instruction: _Instruction) -> int:

@@ -43,7 +43,8 @@ def _in_lanes(bits: tuple[int, int, int, int]) -> tuple[tuple[int, int], ...]:
 _LANES_ORDER = (8, 2, 0, 4, 5, 1, 3, 9, 10, 6, 7)
 BF16_CODES = CodeLayout(_LANES_ORDER, _in_lanes((6, 3, 0, 9)), _in_lanes((15, 12, 14, 13)))
 FP16_CODES = CodeLayout(_LANES_ORDER, _in_lanes((9, 6, 3, 0)), _in_lanes((15, 12, 14, 13)))
-# K within the chunk: 32 q + 8 step + 4 high + i; fragment = (high, i / 2), step / 2 in half_k's place, word = (step % 2, half).
+# K within the chunk: 32 q + 8 step + 4 high + i; fragment = (high, i / 2), step / 2 in half_k's place, word =
+# (step % 2, half).
 E4M3_CODES = CodeLayout(
     (9, 10, 0, 4, 7, 1, 3, 5, 6, 8, 2), ((0, 4), (8, 12), (16, 20), (24, 28)), ((7, 15), (23, 31), (3, 11), (19, 27))
 )
