@@ -38,12 +38,15 @@ WAVES = 3
 PROFILED = 2  # decode steps of each size under the profiler
 BURST_TOKENS = 96
 
-Top = dict[int, float]  # token -> logprob, the two best
+# Tokens kept of each position: a question cut short before a number has as many equally good ones as there are digits.
+BEST = 16
+
+Top = dict[int, float]  # token -> logprob, the BEST best
 
 
 @dataclass
 class Answer:
-    """One greedy output. tops: the two best tokens at each position. reason: why it ended."""
+    """One greedy output. tops: the best tokens at each position. reason: why it ended."""
 
     tokens: list[int]
     tops: list[Top]
@@ -75,7 +78,7 @@ def first_difference(graph: Answer, eager: Answer, tie: float) -> str | None:
             top = eager.tops[position]
             if ours in top and top[theirs] - top[ours] <= tie:
                 return None
-            gap = f"{top[theirs] - top[ours]:.3f} nats" if ours in top else "not among the two best"
+            gap = f"{top[theirs] - top[ours]:.3f} nats" if ours in top else f"not among the {BEST} best"
             return f"position {position}: token {ours} instead of {theirs} ({gap})"
     return None if len(graph.tokens) == len(eager.tokens) else "lengths differ"
 
@@ -172,7 +175,7 @@ class Driver:
     def add(self, tokens: list[int], max_tokens: int, ignore_eos: bool = True) -> str:
         self.count += 1
         name = str(self.count)
-        params = self.params(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, logprobs=2)
+        params = self.params(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, logprobs=BEST)
         self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
         return name
 
