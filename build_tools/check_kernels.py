@@ -7,7 +7,8 @@ Reads the ptxas reports that build_tools/kernels.py leaves in build/kernels and 
 static shared memory (dynamic shared memory is chosen at launch and not in the reports). Where a cuobjdump is found
 (CUDA_HOME, PATH, /usr/local/cuda, triton's wheel) the machine code is checked too: HGMMA or QGMMA in every GEMM kernel
 wide enough for wgmma, LDL and STL in none, and no register of a wgmma in flight touched before its wait (the compiler
-sees to that only within a basic block; build_tools/wgmma_hazards.py). Exits with 1 if a check fails, or if there is no report of a source to check.
+sees to that only within a basic block; build_tools/wgmma_hazards.py). Exits with 1 if a check fails, or if there is no
+report of a source to check.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import wgmma_hazards
-
 import kernels
+import wgmma_hazards
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FUNCTION = re.compile(r"Function properties for (\w+)")

@@ -26,7 +26,7 @@ class _Instruction:
     def writes(self) -> set[int]:
         """Registers that this instruction, no wgmma, writes."""
         first, _, rest = self.operands.partition(",")
-        if self.opcode.startswith("SHFL"):  # a predicate comes first
+        if self.opcode.startswith(("SHFL", "ATOM")) and "P" in first:  # a predicate comes first
             first = rest.partition(",")[0]
         match = re.fullmatch(r"\s*R(\d+)(?:\.reuse)?\s*", first)
         if match is None:
@@ -63,7 +63,7 @@ class _Flight:
             self.open = (frozenset(), frozenset())
 
     def wait(self, pending: int) -> None:
-        self.groups = self.groups[len(self.groups) - pending :] if pending else []
+        self.groups = self.groups[max(0, len(self.groups) - pending) :]
 
     def hazard(self, instruction: _Instruction) -> int | None:
         """A register that `instruction` must not touch yet, if there is one."""
@@ -101,10 +101,11 @@ def problems(sass: str) -> list[str]:
         at = {instruction.address: i for i, instruction in enumerate(instructions)}
         flight = _Flight()
         for i, instruction in enumerate(instructions):
-            hazard = _step(flight, instruction)
             target = _back_edge(instruction)
-            if hazard is None and target in at and flight.groups:
-                again = flight.copy()
+            # Before the step: an unconditional branch ends the stretch.
+            again = flight.copy() if target in at else _Flight()
+            hazard = _step(flight, instruction)
+            if hazard is None and again.groups:
                 for later in instructions[at[target] : i + 1]:
                     if later.opcode.startswith("WARPGROUP.DEPBAR"):
                         break

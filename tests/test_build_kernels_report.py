@@ -88,10 +88,33 @@ def test_machine_code():
     bad = check_kernels.opcodes(sass(WIDE, "@P0 LDL.64 R2, [R1]") + sass(ROUTE, "STL [R1+0x8], R2"))
     assert check_kernels.check_opcodes([WIDE, ROUTE, NARROW], bad) == [
         f"{WIDE}: LDL in the machine code",
-        f"{WIDE}: no HGMMA in the machine code",
+        f"{WIDE}: no HGMMA or QGMMA in the machine code",
         f"{ROUTE}: STL in the machine code",
         f"{NARROW}: no machine code in the object; build again",
     ]
+
+
+def test_machine_code_of_a_source(tmp_path):
+    """What cuobjdump prints of the object is checked for opcodes and for registers of a wgmma in flight."""
+    (tmp_path / "tile.cu.o").touch()
+    (tmp_path / "tile.cu.o.log").write_text(ptxas(WIDE))
+    cuobjdump = tmp_path / "cuobjdump"
+    cuobjdump.write_text('#!/bin/sh\n[ "$1" = -sass ] && cat "$2.sass"\n')
+    cuobjdump.chmod(0o755)
+
+    def check():
+        return check_kernels.check_source(Path("tile.cu"), tmp_path, cuobjdump).problems
+
+    wgmma, wait = "QGMMA.64x16x32.F32.E4M3.E4M3 R24, R32, gdesc[UR12], RZ, !UPT, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    (tmp_path / "tile.cu.o.sass").write_text(sass(WIDE, wgmma, wait, "MOV R33, R7", "EXIT"))
+    assert check() == []
+    (tmp_path / "tile.cu.o.sass").write_text(sass(WIDE, "LDL R5, [R1]", wgmma, "MOV R33, R7", wait, "EXIT"))
+    assert check() == [
+        f"{WIDE}: LDL in the machine code",
+        f"{WIDE}: R33 belongs to a wgmma in flight at 0x0020: MOV R33, R7",
+    ]
+    (tmp_path / "tile.cu.o.sass").unlink()
+    assert check()[0].startswith(f"{cuobjdump} failed: ")
 
 
 def test_only_widths_beyond_mma_sync_need_wgmma():

@@ -2,7 +2,7 @@
 """A small run of every compiled kernel, for compute-sanitizer; checks nothing itself.
 
 usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 --kernel-name kns=vllm_humming \\
-           python3 tests/gpu/run_each_kernel.py [--few] [--dtypes bf16 fp16] [--formats mxfp4 nvfp4]
+           python3 tests/gpu/run_each_kernel.py [--few] [--dtypes bf16 fp16] [--formats mxfp4 nvfp4 mxfp4_fp8]
 memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size, and one
 process a dtype and format may run beside the others. It needs --library with a build made by
 NVCC_APPEND_FLAGS=-DVLLM_HUMMING_RACECHECK (csrc/moe/tile.cuh says why).
