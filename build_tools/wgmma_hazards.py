@@ -9,7 +9,7 @@ without a warning, which gives wrong numbers now and then.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);")
 _WGMMA = re.compile(r"^[HQI]GMMA\.64x(\d+)x\d+")
@@ -43,32 +43,28 @@ class _Instruction:
         return self.writes() | {int(r) for r in _REGISTER.findall(self.operands)}
 
 
-@dataclass
+# A wgmma group's A registers and accumulators.
+_Group = tuple[frozenset[int], frozenset[int]]
+_NONE: _Group = (frozenset(), frozenset())
+
+
+@dataclass(frozen=True)
 class _Flight:
-    """Groups of wgmmas in flight, oldest first: (A registers, accumulators) each; the last one may still be open."""
+    """Groups of wgmmas in flight, oldest first, and the one that no commit has closed yet."""
 
-    groups: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
-    open: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    groups: tuple[_Group, ...] = ()
+    open: _Group = _NONE
 
-    def copy(self) -> _Flight:
-        return _Flight(list(self.groups), self.open)
+    def issue(self, operand: frozenset[int], accumulators: frozenset[int], commit: bool) -> _Flight:
+        group = (self.open[0] | operand, self.open[1] | accumulators)
+        return _Flight((*self.groups, group)) if commit else _Flight(self.groups, group)
 
-    def issue(self, instruction: _Instruction, width: int) -> None:
-        names = [part.strip() for part in instruction.operands.split(",")]
-        accumulators = _from(names[0], width // 2)
-        operand = _from(names[1], 4) if names[1].startswith("R") else frozenset()
-        self.open = (self.open[0] | operand, self.open[1] | accumulators)
-        if "gsb0" in names:
-            self.groups.append(self.open)
-            self.open = (frozenset(), frozenset())
+    def wait(self, pending: int) -> _Flight:
+        return _Flight(self.groups[max(0, len(self.groups) - pending) :], self.open)
 
-    def wait(self, pending: int) -> None:
-        self.groups = self.groups[max(0, len(self.groups) - pending) :]
-
-    def hazard(self, instruction: _Instruction) -> int | None:
-        """A register that `instruction` must not touch yet, if there is one."""
-        writes, touches = instruction.writes(), instruction.touches()
-        for operand, accumulators in [*self.groups, self.open]:
+    def clash(self, writes: frozenset[int], touches: frozenset[int]) -> int | None:
+        """A register of a running wgmma among A registers written or accumulators touched, if there is one."""
+        for operand, accumulators in (*self.groups, self.open):
             bad = (writes & operand) | (touches & accumulators)
             if bad:
                 return min(bad)
@@ -92,51 +88,57 @@ def _functions(sass: str) -> dict[str, list[_Instruction]]:
 
 
 def problems(sass: str) -> list[str]:
-    """One line a hazard in the output of `cuobjdump -sass`; the first of each kernel and stretch between waits.
+    """One line a hazard in the output of `cuobjdump -sass`, by kernel and address.
 
-    Code is read in order of address, each loop's start once more with what its end leaves in flight.
+    Follows both ways of every branch, with what is in flight there.
     """
     found = []
     for name, instructions in _functions(sass).items():
+        hazards: dict[int, str] = {}
         at = {instruction.address: i for i, instruction in enumerate(instructions)}
-        flight = _Flight()
-        for i, instruction in enumerate(instructions):
-            target = _back_edge(instruction)
-            # Before the step: an unconditional branch ends the stretch.
-            again = flight.copy() if target in at else _Flight()
-            hazard = _step(flight, instruction)
-            if hazard is None and again.groups:
-                for later in instructions[at[target] : i + 1]:
-                    if later.opcode.startswith("WARPGROUP.DEPBAR"):
-                        break
-                    hazard = hazard or _step(again, later)
-            if hazard is not None:
-                found.append(f"{name}: {hazard}")
-                flight = _Flight()
+        work, seen = [(0, _Flight())], set()
+        while work:
+            i, flight = work.pop()
+            while i < len(instructions) and (i, flight) not in seen:
+                seen.add((i, flight))
+                instruction = instructions[i]
+                register, flight = _step(flight, instruction)
+                if register is not None:
+                    what = f"{instruction.address:#06x}: {instruction.opcode} {instruction.operands}"
+                    hazards[instruction.address] = f"{name}: R{register} belongs to a wgmma in flight at {what}"
+                target = _target(instruction)
+                if target in at:
+                    work.append((at[target], flight))
+                if _ends(instruction):
+                    break
+                i += 1
+        found += [hazards[address] for address in sorted(hazards)]
     return found
 
 
-def _step(flight: _Flight, instruction: _Instruction) -> str | None:
-    """Lets `instruction` run; what it must not have touched, if anything."""
+def _step(flight: _Flight, instruction: _Instruction) -> tuple[int | None, _Flight]:
+    """(a register that `instruction` must not have touched, what is in flight after it)."""
     if match := _WGMMA.match(instruction.opcode):
-        flight.issue(instruction, int(match[1]))
-        return None
+        names = [part.strip() for part in instruction.operands.split(",")]
+        accumulators = _from(names[0], int(match[1]) // 2)
+        operand = _from(names[1], 4) if names[1].startswith("R") else frozenset()
+        # wgmmas on the same accumulators run one after the other
+        register = flight.clash(accumulators, operand)
+        return register, flight.issue(operand, accumulators, "gsb0" in names)
     if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
-        flight.wait(int(instruction.operands.split(",")[1], 16))
-        return None
-    register = flight.hazard(instruction)
-    if instruction.predicate is None and instruction.opcode in ("BRA", "EXIT"):
-        flight.groups, flight.open = [], (frozenset(), frozenset())  # what follows is reached from elsewhere
-    if register is None:
-        return None
-    where = f"{instruction.address:#06x}: {instruction.opcode} {instruction.operands}"
-    return f"R{register} belongs to a wgmma in flight at {where}"
+        return None, flight.wait(int(instruction.operands.split(",")[1], 16))
+    return flight.clash(frozenset(instruction.writes()), frozenset(instruction.touches())), flight
 
 
-def _back_edge(instruction: _Instruction) -> int:
-    """The target of a branch to an earlier address, or -1."""
-    if not instruction.opcode.startswith("BRA"):
+def _target(instruction: _Instruction) -> int:
+    """Where a branch or call may go on, or -1."""
+    if not instruction.opcode.startswith(("BRA", "CALL")):
         return -1
     match = re.search(r"0x([0-9a-f]+)", instruction.operands)
-    target = int(match[1], 16) if match else -1
-    return target if 0 <= target < instruction.address else -1
+    return int(match[1], 16) if match else -1
+
+
+def _ends(instruction: _Instruction) -> bool:
+    """Whether nothing goes on behind `instruction`."""
+    always = instruction.predicate is None and not re.match(r"!?U?P\d", instruction.operands)
+    return always and (instruction.opcode in ("BRA", "EXIT") or instruction.opcode.startswith("RET"))

@@ -176,6 +176,8 @@ void gemm_plain(Tensor x, Tensor packed, Tensor row_scale, std::optional<Tensor>
   require(out.dim() == 2, "out must be [M, N]");
   const int64_t tokens = x.size(0), k = x.size(1), n = out.size(1);
   require(k > 0 && n > 0 && k % 8 == 0 && n % 8 == 0 && k <= packed.size(2) * kBlockK && n <= packed.size(1) * kBlockRows, "x or out does not fit the packed weights");
+  require(!fp8_tokens(format) || (k + kBlockK - 1) / kBlockK == packed.size(2),
+          "FP8 tokens need scales for each 128 of the packed K: K = " + std::to_string(k) + " does not fit packed weights " + shape_of(packed));
   require_tensor(x, "x", device, x.scalar_type(), {tokens, k});
   require_tensor(out, "out", device, x.scalar_type(), {tokens, n});
   require_aligned(x, "x");

@@ -35,6 +35,11 @@ LOGGER = "vllm.vllm_humming.moe.method"  # where the line comes from
 VARIANTS = {"": "", "-fp8": """--additional-config '{"humming": {"activation": "fp8"}}'"""}
 
 
+def variants(weight_format: str) -> list[str]:
+    """Endings of a weight format's variants: 8-bit activations are for MXFP4 weights."""
+    return list(VARIANTS) if weight_format == "mxfp4" else [""]
+
+
 @dataclass(frozen=True)
 class Engine:
     """model: directory or name of the checkpoint, whose tokenizer is used too. kind: serve, server or vllm.

@@ -35,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from evals import gsm8k, weights
-from evals.engines import ROOT, VARIANTS, surroundings
+from evals.engines import ROOT, VARIANTS, surroundings, variants
 from evals.weights import FORMATS
 
 POINTS = 1.5
 PERCENT = 0.2
 FP8_PERCENT = 1.0
 MODEL = ROOT / "evals" / "tinymath" / "model"
-FORMAT_NAMES = [f"{name}{end}" for name in FORMATS if name != "bf16" for end in VARIANTS]
+FORMAT_NAMES = [f"{name}{end}" for name in FORMATS if name != "bf16" for end in variants(name)]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,16 @@ from torch import Tensor
 
 from evals import weights
 from evals.compare import paired_perplexity
-from evals.engines import VARIANTS, apart, keyword_arguments, logged_layers, run_inside, shut_down, surroundings
+from evals.engines import (
+    VARIANTS,
+    apart,
+    keyword_arguments,
+    logged_layers,
+    run_inside,
+    shut_down,
+    surroundings,
+    variants,
+)
 from evals.tasks import documents
 
 FORMATS = ("mxfp4", "nvfp4")
@@ -316,7 +325,7 @@ def main() -> None:
     runner.add_argument("directory", type=Path)
     runner.add_argument("--data", type=Path, required=True, help="texts: .jsonl such as GSM8K's, or plain text")
     runner.add_argument("--limit", type=int, help="only the first texts")
-    names = [f"{name}{end}" for name in FORMATS for end in VARIANTS]
+    names = [f"{name}{end}" for name in FORMATS for end in variants(name)]
     runner.add_argument("--formats", nargs="+", choices=names, default=list(FORMATS))
     runner.add_argument("--arguments", default="--quantization humming", help="for the quantised ones")
     runner.add_argument("--engine-arguments", default="", help="for all, such as --enforce-eager")

@@ -15,12 +15,12 @@ __global__ void __launch_bounds__(kThreads) permute(const uint4* x, uint4* sorte
                                                     int vectors) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int rows = min(*rows_end, entries);
+  const int rows = min(__ldcg(rows_end), entries);
   const int first = blockIdx.x * kBatch;
   if (first >= rows) return;
   int64_t source[kBatch];
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) source[i] = int64_t(slots[min(first + i, rows - 1)] / top_k) * vectors;
+  for (int i = 0; i < kBatch; ++i) source[i] = int64_t(__ldcg(slots + min(first + i, rows - 1)) / top_k) * vectors;
   for (int v = threadIdx.x; v < vectors; v += kThreads) {
     uint4 value[kBatch];
 #pragma unroll

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
   const bool inside = v < p.columns / kVector;     // the last group's other columns are zeros, which no maximum sees
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int rows = p.rows_end ? min(*p.rows_end, p.rows) : p.rows;
+  const int rows = p.rows_end ? min(__ldcg(p.rows_end), p.rows) : p.rows;
   const int first = blockIdx.x * Batch;
   if (first >= rows) return;
   const uint4* x = static_cast<const uint4*>(p.x) + v;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
 #pragma unroll
   for (int i = 0; i < Batch; ++i) {
     const int row = min(first + i, rows - 1);
-    value[i] = inside ? __ldg(x + int64_t(p.slots ? p.slots[row] / p.top_k : row) * (p.columns / kVector)) : uint4{};
+    value[i] = inside ? __ldg(x + int64_t(p.slots ? __ldcg(p.slots + row) / p.top_k : row) * (p.columns / kVector)) : uint4{};
   }
 #pragma unroll
   for (int i = 0; i < Batch; ++i) {

@@ -228,6 +228,13 @@ def large_group(report: Report, args: argparse.Namespace) -> None:
     for m in (16383, 16385, 40000, 131072):
         for kind in ("uniform", "one-hot"):
             report.case(f"M={m} {kind}", lambda m=m, k=kind: check(layer, m, k))
+
+    def some(x, weights, ids):
+        ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
+
+    expert_map = torch.arange(16, dtype=torch.int32, device=args.device).sub_(4)
+    for m in (3000, 40000):
+        report.case(f"M={m} map, some -1", lambda m=m: check(layer, m, edit=some, expert_map=expert_map))
     report.end()
 
 

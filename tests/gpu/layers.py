@@ -16,9 +16,9 @@ from vllm_humming.moe.weight_formats import MXFP4, WeightFormat
 # Relative Frobenius error of a whole layer, and of its worst token (a wrong token must not drown in a large batch).
 # With FP8 activations a value of h that lies between two e4m3 numbers may round either way, in any activation dtype.
 LIMIT = {("a16", torch.bfloat16): 4e-3, ("a16", torch.float16): 1e-3}
-LIMIT |= {("w4a8", torch.bfloat16): 4e-3, ("w4a8", torch.float16): 4e-3}
+LIMIT |= {("w4a8", torch.bfloat16): 4e-3, ("w4a8", torch.float16): 1e-3}
 TOKEN_LIMIT = {("a16", torch.bfloat16): 1.5e-2, ("a16", torch.float16): 4e-3}
-TOKEN_LIMIT |= {("w4a8", torch.bfloat16): 1.5e-2, ("w4a8", torch.float16): 1.5e-2}
+TOKEN_LIMIT |= {("w4a8", torch.bfloat16): 1.5e-2, ("w4a8", torch.float16): 4e-3}
 FLIP_LIMITS = 8e-3, 6e-2  # FP8 layers whose h the oracle rounds itself
 H_ERROR = 4e-3  # of h before its rounding to e4m3, relative to the largest of the block of 128; clamped h shows most
 CHUNK_TOKENS = 16384  # larger batches run in chunks, and the workspace holds the last one's h

@@ -67,7 +67,9 @@ def _rounded(codes: Tensor, d: Tensor, deep: Tensor) -> tuple[Tensor, Rounding]:
     result[deep] = rounded[places]
     powers = power_table(codes.device, torch.float64, 249)  # d is in -248..6
     rows = deep.any(1)
-    largest = _largest_magnitude(codes.device)[codes[rows].to(torch.int32)].amax(2) * powers[d[rows] + 249]
+    magnitudes = codes[rows] & 0x77  # e2m1 magnitudes are in the order of their bits
+    largest = torch.maximum(magnitudes & 7, magnitudes >> 4).amax(2).to(torch.int32)
+    largest = _magnitudes(codes.device)[largest] * powers[d[rows] + 249]
     worst = change[places].amax(1) * powers[d[deep] + 249]
     of_row = torch.zeros(codes.shape[0], dtype=torch.float64, device=codes.device)
     of_row[rows] = largest.amax(1)
@@ -103,10 +105,9 @@ def _nearest(magnitude: float) -> int:
 
 
 @lru_cache(maxsize=32)
-def _largest_magnitude(device: torch.device) -> Tensor:
-    """float64 [256]: the larger magnitude of a byte's two codes."""
-    pairs = [max(E2M1_VALUES[byte & 7], E2M1_VALUES[byte >> 4 & 7]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=torch.float64, device=device)
+def _magnitudes(device: torch.device) -> Tensor:
+    """float64 [8]: the e2m1 magnitudes."""
+    return torch.tensor(E2M1_VALUES[:8], dtype=torch.float64, device=device)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
