@@ -6,16 +6,18 @@
 
 Two-layer models with drawn FP4 experts, each in vLLM's engine, all runs at once:
 
-    one     one GPU three times, in turn: as reference, with other chunks of prefill (other tiles: the noise), and with
-            one expert less a token (the control: what a lost expert would change)
+    one     one GPU, the reference
+    noise   one GPU with other chunks of prefill, which take other tiles
+    control one GPU with one expert less a token: what a lost expert would change (not for all models)
     tp2     tensor parallel      ep2     tensor parallel attention, expert parallel experts
     dp2     data parallel attention, expert parallel experts: two programs, as in vLLM's offline example
     graphs  ep2 with CUDA graphs of decoding
 
 Prompts: a short one by itself (in dp2 the second rank idles after one token), then 16 of 1 to 300 tokens at once. The
-logprobs of the prompts' tokens and of greedy ones, and the five best of each position, are compared where both runs have
-them. Limits: three times the noise, at least LOGPROB_LIMIT and LOGPROB_MEAN_LIMIT of tests/test_engine.py, which are
-for a hidden size of 256: logits, and BF16's steps with them, grow with its root. The control has to be out of bounds.
+logprobs of the prompts' tokens and of greedy ones, and the five best of each position, are compared where both runs
+have them. Limits: three times the noise, at least LOGPROB_LIMIT and LOGPROB_MEAN_LIMIT of tests/test_engine.py, which
+are for a hidden size of 256: logits, and BF16's steps with them, grow with its root. The control has to be out of
+bounds.
 A line a run; exits with 1 if one failed. Logs, and results.json, are in OUT.
 """
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -35,7 +38,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ LAYERS = re.compile(r"(\d+) MoE layers? run through vllm_humming \((.*) experts,
 LOGPROB_LIMIT, LOGPROB_MEAN_LIMIT, FP8_FACTOR = 0.05, 0.01, 3
 NOISE_FACTOR = 3
 MAX_TOKENS = 8
+WRITE_LIMIT_S = 60
 FIRST_PORT = 20000  # below those that systems give out; 200 a run
 LENGTHS = (1, 300, 2, 3, 144, 5, 8, 233, 13, 21, 64, 34, 7, 55, 89, 129)
 
@@ -56,6 +60,13 @@ class Model:
     experts: int
     top_k: int
     fp8: bool = False
+
+    @property
+    def architecture(self) -> tuple[str, str]:
+        """vLLM's module and class."""
+        if self.kind.startswith("gpt-oss"):
+            return "gpt_oss", "GptOssForCausalLM"
+        return "qwen3_moe", "Qwen3MoeForCausalLM"
 
     @property
     def checkpoint(self) -> str:
@@ -71,24 +82,25 @@ MODELS = {
     "tiny": Model("qwen3-mxfp4", 256, 128, 32, 4),  # for a CPU
 }
 QUICK = ("gpt-oss", "qwen3", "e256")
-RUNS = ("one", "tp2", "ep2", "dp2", "graphs")
+CONTROLS_OF = (*QUICK, "tiny")
+RUNS = ("one", "noise", "control", "tp2", "ep2", "dp2", "graphs")
 GRAPHS_OF = ("e256", "tiny")
 
 
 @dataclass
 class Run:
-    """One process, or one a data parallel rank, and what each of its engines is called."""
+    """One engine, in a program of its own, or one a data parallel rank."""
 
     model: str
     name: str
-    engines: list[dict[str, Any]]
+    arguments: dict[str, Any]
     gpus: str
     ranks: int = 1
     number: int = 0
     seconds: float = 0.0
     problem: str | None = None
     log: str = ""
-    results: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
 
     @property
     def label(self) -> str:
@@ -137,31 +149,25 @@ def generate(arguments: dict[str, Any], rank: int, ranks: int, meet: Path) -> li
 
 
 def work(path: Path) -> None:
-    """Runs the engines of a request, one after the other, once their checkpoint is there."""
+    """Runs the engine of a request once its checkpoint is there."""
     request = json.loads(path.read_text())
-    import vllm  # noqa: F401  # takes seconds, in which the checkpoint is written
+    # Takes seconds, in which the checkpoint is written. A class that is registered needs no process to inspect it.
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
 
-    ready = Path(request["ready"])
-    while not ready.exists():
+    load_general_plugins()
+    module, name = request["architecture"]
+    ModelRegistry.register_model(name, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
+    start = time.monotonic()
+    while not Path(request["ready"]).exists():
+        if time.monotonic() - start > WRITE_LIMIT_S:
+            raise RuntimeError(f"no checkpoint after {WRITE_LIMIT_S} s")
         time.sleep(0.1)
-    for engine in request["engines"]:
-        start = time.monotonic()
-        print(f"[engine: {engine['name']}]", flush=True)
-        meet = Path(request["meet"])
-        answers = generate(engine["arguments"], request["rank"], request["ranks"], meet)
-        out = Path(engine["out"])
-        out.with_suffix(".part").write_text(json.dumps(answers))
-        out.with_suffix(".part").rename(out)
-        print(f"[engine: {engine['name']}] {time.monotonic() - start:.1f} s", flush=True)
-        if len(request["engines"]) > 1:
-            import gc
-
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-            gc.collect()
-            cleanup_dist_env_and_memory()
-    sys.stdout.flush()
-    os._exit(0)  # the results are written; the program that started this ends what it started
+    print(f"[parallel] waited {time.monotonic() - start:.1f} s for the checkpoint", flush=True)
+    answers = generate(request["arguments"], request["rank"], request["ranks"], Path(request["meet"]))
+    Path(request["out"]).write_text(json.dumps(answers))
+    print("[parallel] wrote the results", flush=True)
+    os._exit(0)  # what started this ends the processes of the engine
 
 
 def write(name: str, directory: Path) -> None:
@@ -221,22 +227,21 @@ def planned(args: argparse.Namespace, checkpoints: Path) -> list[Run]:
         single = {"distributed_executor_backend": "uni"}
         control = {"hf_overrides": {"num_experts_per_tok": model.top_k - 1}}
         both = ",".join(args.gpus)
-        variants: dict[str, tuple[dict[str, dict[str, Any]], str, int]] = {
-            "one": (
-                {"one": single, "noise": single | {"max_num_batched_tokens": 256}, "control": single | control},
-                args.gpus[index % len(args.gpus)],
-                1,
-            ),
-            "tp2": ({"tp2": tp2}, both, 1),
-            "ep2": ({"ep2": tp2 | expert}, both, 1),
-            "dp2": ({"dp2": single | expert}, both, 2),
+        card = args.gpus[index % len(args.gpus)]
+        variants: dict[str, tuple[dict[str, Any], str, int]] = {
+            "one": (single, card, 1),
+            "tp2": (tp2, both, 1),
+            "ep2": (tp2 | expert, both, 1),
+            "dp2": (single | expert, both, 2),
+            "noise": (single | {"max_num_batched_tokens": 256}, card, 1),
         }
+        if name in CONTROLS_OF:
+            variants["control"] = single | control, card, 1
         if name in GRAPHS_OF and args.device == "cuda":
-            variants["graphs"] = {"graphs": tp2 | expert | graphs}, both, 1
-        for run, (engines, gpus, ranks) in variants.items():
+            variants["graphs"] = tp2 | expert | graphs, both, 1
+        for run, (arguments, gpus, ranks) in variants.items():
             if run in args.runs:
-                listed = [{"name": key, "arguments": own | value | given} for key, value in engines.items()]
-                runs.append(Run(name, run, listed, gpus, ranks, len(runs)))
+                runs.append(Run(name, run, own | arguments | given, gpus, ranks, len(runs)))
     return runs
 
 
@@ -284,18 +289,15 @@ def execute(args: argparse.Namespace, run: Run, checkpoints: Path) -> Run:
     start = time.monotonic()
     processes: list[subprocess.Popen[bytes]] = []
     logs = [args.out / "logs" / f"{run.label}{f'-{rank}' if run.ranks > 1 else ''}.log" for rank in range(run.ranks)]
-    outs: dict[str, list[Path]] = {}
+    outs = [args.scratch / f"{run.label}-{rank}.json" for rank in range(run.ranks)]
     meet = args.scratch / "meet" / run.label
     meet.mkdir(parents=True)
     try:
         for rank, log in enumerate(logs):
-            engines = []
-            for engine in run.engines:
-                out = args.scratch / f"{run.label}-{engine['name']}-{rank}.json"
-                outs.setdefault(engine["name"], []).append(out)
-                engines.append(engine | {"out": str(out)})
             ready = checkpoints / MODELS[run.model].checkpoint / "ready"
-            request = {"engines": engines, "rank": rank, "ranks": run.ranks, "ready": str(ready), "meet": str(meet)}
+            request = {"arguments": run.arguments, "rank": rank, "ranks": run.ranks}
+            request["architecture"] = MODELS[run.model].architecture
+            request |= {"out": str(outs[rank]), "ready": str(ready), "meet": str(meet)}
             path = args.scratch / f"{run.label}-{rank}.request.json"
             path.write_text(json.dumps(request))
             command = [sys.executable, str(Path(__file__).resolve()), "--work", str(path)]
@@ -327,10 +329,9 @@ def execute(args: argparse.Namespace, run: Run, checkpoints: Path) -> Run:
             process.wait()
     run.seconds = time.monotonic() - start
     run.log = "".join(log.read_text(errors="replace") for log in logs)
-    for name, paths in outs.items():
-        if all(path.exists() for path in paths):
-            parts = [json.loads(path.read_text()) for path in paths]
-            run.results[name] = [_joined(batch) for batch in zip(*parts, strict=True)]
+    if not run.problem:
+        parts = [json.loads(out.read_text()) for out in outs]
+        run.result = [_joined(batch) for batch in zip(*parts, strict=True)]
     return run
 
 
@@ -390,8 +391,7 @@ def layers_problem(run: Run, device: str) -> str | None:
 def judged(args: argparse.Namespace, model: str, runs: dict[str, Run]) -> list[tuple[str, bool, str]]:
     """(run, whether it is fine, its line) of the finished runs of a model."""
     lines = []
-    one = runs.get("one")
-    results = one.results if one else {}
+    results = {name: run.result for name, run in runs.items() if run.result is not None}
     reference = results.get("one")
     noise = difference(reference, results["noise"]) if reference and "noise" in results else None
     sizes = MODELS[model]
@@ -399,27 +399,25 @@ def judged(args: argparse.Namespace, model: str, runs: dict[str, Run]) -> list[t
     largest = max(LOGPROB_LIMIT * scale, NOISE_FACTOR * noise.largest if noise else 0)
     mean = max(LOGPROB_MEAN_LIMIT * scale, NOISE_FACTOR * noise.mean if noise else 0)
     for name, run in runs.items():
+        problem = run.problem or layers_problem(run, args.device)
         if run.problem:
             tail = [line for line in run.log.splitlines() if re.search(r"Error|error:|assert", line)][-3:]
-            lines.append((name, False, "; ".join([run.problem, *tail])))
-        problem = layers_problem(run, args.device)
-        if problem and not run.problem:
-            lines.append((name, False, problem))
-        for engine, result in run.results.items():
-            if engine == "one":
-                continue
-            if reference is None:
-                lines.append((engine, False, "no reference"))
-                continue
-            found = difference(reference, result)
-            fine = found.largest <= largest and found.mean <= mean
-            if engine == "control":
-                fine = found.largest > largest or found.mean > mean
-            if engine == "noise":
-                fine = math.isfinite(found.largest)
-            verdict = "" if fine else ("  TOO NEAR" if engine == "control" else "  OUT OF BOUNDS")
-            limits = f" (limits {largest:.3f}, mean {mean:.4f}){verdict}"
-            lines.append((engine, fine, f"{found}{'' if engine == 'noise' else limits}, {run.seconds:.0f} s"))
+            problem = "; ".join([run.problem, *tail])
+        elif not problem and reference is None:
+            problem = "no reference"
+        if problem or name == "one":
+            lines.append((name, not problem, problem or f"{run.seconds:.0f} s"))
+            continue
+        found = difference(reference, run.result)
+        near = found.largest <= largest and found.mean <= mean
+        limits = f" (limits {largest:.3f}, mean {mean:.4f})"
+        if name == "control":
+            fine, limits = not near, f"{limits}{'  TOO NEAR' if near else ''}"
+        elif name == "noise":
+            fine, limits = math.isfinite(found.largest), ""
+        else:
+            fine, limits = near, f"{limits}{'' if near else '  OUT OF BOUNDS'}"
+        lines.append((name, fine, f"{found}{limits}, {run.seconds:.0f} s"))
     return lines
 
 
