@@ -16,8 +16,8 @@ Two-layer models with drawn FP4 experts, each in vLLM's engine, all runs at once
 Prompts: a short one by itself (in dp2 the second rank idles after one token), then 16 of 1 to 300 tokens at once. The
 logprobs of the prompts' tokens and of greedy ones, and the five best of each position, are compared where both runs
 have them. Limits: three times the noise, at least LOGPROB_LIMIT and LOGPROB_MEAN_LIMIT of tests/test_engine.py, which
-are for a hidden size of 256: logits, and BF16's steps with them, grow with its root. The control has to be out of
-bounds.
+are for a hidden size of 256 (logits, and BF16's steps with them, grow with its root) and for a BF16 engine beside an
+exact one (two of them differ by the root of two more). The control has to be out of bounds.
 A line a run; exits with 1 if one failed. Logs, and results.json, are in OUT.
 """
 
@@ -379,12 +379,13 @@ def difference(left: list[Any], right: list[Any]) -> Difference:
 
 
 def layers_problem(run: Run, device: str) -> str | None:
-    """What the log says of our layers: two in each engine, in FP8 where asked for."""
+    """What is wrong with what the log says of our layers: each worker has two, in FP8 where asked for."""
     lines = LAYERS.findall(run.log)
     path = "kernel" if device == "cuda" else "reference"
-    wanted = {("2", "x FP8" in line[1], line[2]) for line in lines}
-    if wanted != {("2", MODELS[run.model].fp8, path)}:
-        return f"layers that ran through vllm_humming: {sorted(set(lines))}"
+    found = {(line[0], "x FP8" in line[1], line[2]) for line in lines}
+    workers = run.ranks * run.arguments.get("tensor_parallel_size", 1)
+    if found != {("2", MODELS[run.model].fp8, path)} or len(lines) != workers:
+        return f"layers that ran through vllm_humming, in {workers} workers: {lines}"
     return None
 
 
@@ -395,7 +396,7 @@ def judged(args: argparse.Namespace, model: str, runs: dict[str, Run]) -> list[t
     reference = results.get("one")
     noise = difference(reference, results["noise"]) if reference and "noise" in results else None
     sizes = MODELS[model]
-    scale = math.sqrt(sizes.hidden / 256) * (FP8_FACTOR if sizes.fp8 else 1)
+    scale = math.sqrt(2 * sizes.hidden / 256) * (FP8_FACTOR if sizes.fp8 else 1)
     largest = max(LOGPROB_LIMIT * scale, NOISE_FACTOR * noise.largest if noise else 0)
     mean = max(LOGPROB_MEAN_LIMIT * scale, NOISE_FACTOR * noise.mean if noise else 0)
     for name, run in runs.items():
