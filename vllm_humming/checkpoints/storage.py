@@ -52,15 +52,17 @@ class Drawn:
 
     def draw(self, fmt: WeightFormat) -> Quantized:
         """All codes are as likely, of a root mean square of 2.93; scales span a factor of four."""
-        count = self.rows * self.columns // 2
+        codes = self._bytes(self.columns // 2)
+        bits = self._bytes(self.columns // fmt.group_k)
+        steps = (bits & 1) + (bits >> 1 & 1)
+        if fmt.has_global:  # 0.5, 1 or 2 in e4m3
+            return Quantized(codes, steps * 8 + 0x30, torch.tensor(self.std / 2.93))
+        return Quantized(codes, steps + (126 + round(math.log2(self.std / 2.93))), None)
+
+    def _bytes(self, columns: int) -> Tensor:
+        count = self.rows * columns
         words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-        codes = words.view(torch.uint8)[:count].view(self.rows, -1).clone()
-        shape = (self.rows, self.columns // fmt.group_k)
-        steps = torch.randint(-1, 2, shape, generator=self.generator)
-        if fmt.has_global:
-            scales = torch.exp2(steps.float()).to(torch.float8_e4m3fn).view(torch.uint8)
-            return Quantized(codes, scales, torch.tensor(self.std / 2.93))
-        return Quantized(codes, (steps + 127 + round(math.log2(self.std / 2.93))).to(torch.uint8), None)
+        return words.view(torch.uint8)[:count].view(self.rows, columns).clone()
 
 
 def quantized(w: Tensor | Drawn, fmt: WeightFormat) -> Quantized:
