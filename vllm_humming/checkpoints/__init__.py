@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes small, complete mixture-of-experts checkpoints that vLLM loads and serves, for the demo and the tests.
 
-    python -m vllm_humming.checkpoints KIND DIR [--twin DIR] [--layers 2] [--hidden 256] ...
+    python -m vllm_humming.checkpoints KIND DIR [--twin DIR] [--drawn] [--layers 2] [--hidden 256] ...
 
 | kind | model | experts in the files |
 |---|---|---|
@@ -96,17 +96,27 @@ DEFAULT_SIZES = {kind: _default_sizes(kind) for kind in KINDS}
 
 
 def write_checkpoint(
-    directory: str | Path, kind: str, *, twin: str | Path | None = None, sizes: Sizes | None = None, seed: int = 0
+    directory: str | Path,
+    kind: str,
+    *,
+    twin: str | Path | None = None,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    drawn: bool = False,
 ) -> None:
     """Writes config, tokenizer and weights of `kind` to `directory`, and its dequantised twin to `twin` if given.
 
     Weights are written one layer at a time, so memory stays near one layer. The same arguments give the same files.
+    drawn: random codes and scales instead of quantised random weights, and experts of a token that weigh the same: full
+    sizes in seconds, without a twin.
     Raises ValueError for an unknown kind or impossible sizes.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown checkpoint kind {kind!r}; known: {', '.join(KINDS)}")
     sizes = sizes or DEFAULT_SIZES[kind]
     storage = _KINDS[kind].storage
+    if drawn and (twin is not None or (storage is not None and storage.weight_format is None)):
+        raise ValueError("a drawn checkpoint has FP4 experts and no twin")
     model = _KINDS[kind].model(sizes, storage)
     model.validate(weight_format(kind).group_k)
     tokenizer = build_tokenizer()
@@ -121,7 +131,7 @@ def write_checkpoint(
         _write_json(Path(directory) / "hf_quant_config.json", quantization)
     if twin is not None:
         outputs.append(_Writer(Path(twin), config, sizes))
-    random = Random(seed)
+    random = Random(seed, drawn)
     for name, tensors, twin_tensors in model.tensors(random, successors(tokenizer, random)):
         for output, part in zip(outputs, (tensors, twin_tensors), strict=False):
             output.add(name, part)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_humming.checkpoints.storage import FP8_BLOCK, Storage, Tensors, block_fp8, store
-from vllm_humming.moe.quantize import dequantize_mxfp4, quantize_mxfp4
+from vllm_humming.checkpoints.storage import FP8_BLOCK, Drawn, Storage, Tensors, block_fp8, quantized, store
+from vllm_humming.moe.quantize import dequantize
 from vllm_humming.moe.weight_formats import MXFP4
 from vllm_humming.tokenizer import END, PROMPT, SENTENCE
 
@@ -46,8 +46,11 @@ class Sizes:
 
 
 class Random:
-    def __init__(self, seed: int) -> None:
+    """drawn: experts are drawn as codes and scales, not as floats to be quantised."""
+
+    def __init__(self, seed: int, drawn: bool = False) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.drawn = drawn
 
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator) * std
@@ -55,8 +58,10 @@ class Random:
     def weight(self, out_features: int, in_features: int, gain: float = 1.0) -> Tensor:
         return self.normal(out_features, in_features, std=gain / math.sqrt(in_features))
 
-    def expert(self, out_features: int, in_features: int, gain: float = 1.0) -> Tensor:
+    def expert(self, out_features: int, in_features: int, gain: float = 1.0) -> Tensor | Drawn:
         """A BF16 weight whose row magnitudes span a factor of four, so that scales differ along both axes."""
+        if self.drawn:
+            return Drawn(out_features, in_features, gain / math.sqrt(in_features), self.generator)
         rows = torch.exp2(torch.rand(out_features, 1, generator=self.generator) * 2 - 1)
         return (self.weight(out_features, in_features, gain) * rows).bfloat16()
 
@@ -137,7 +142,9 @@ class Qwen3:
         embedding = random.normal(sizes.vocab, sizes.hidden)
         chosen = torch.rand(sizes.vocab, sizes.experts, generator=random.generator).topk(sizes.top_k).indices
         code = torch.zeros(sizes.vocab, sizes.experts)
-        code.scatter_(1, chosen, (4.0 * 0.9 ** torch.arange(sizes.top_k)).expand(sizes.vocab, -1))
+        # Of many experts the last chosen one would hardly lead the others; where they weigh the same, all of them do.
+        weights = torch.full((sizes.top_k,), 6.0) if random.drawn else 4.0 * 0.9 ** torch.arange(sizes.top_k)
+        code.scatter_(1, chosen, weights.expand(sizes.vocab, -1))
         embedding[:, : sizes.experts] = code
         # The final norm gives rows of length sqrt(hidden); 0.5 leaves the winner's probability near one half.
         head = random.weight(sizes.vocab, sizes.hidden, 0.5)
@@ -175,7 +182,7 @@ class Qwen3:
         assert self.storage is not None
         sizes = self.sizes
 
-        def projections() -> Iterator[tuple[int, str, Tensor]]:
+        def projections() -> Iterator[tuple[int, str, Tensor | Drawn]]:
             for expert in range(sizes.experts):
                 for name in ("gate_proj", "up_proj"):
                     yield expert, name, random.expert(sizes.intermediate, sizes.hidden)
@@ -237,13 +244,15 @@ class GptOss(Qwen3):
             ("gate_up_proj", 2 * sizes.intermediate, sizes.hidden, 1.0),
             ("down_proj", sizes.hidden, sizes.intermediate, 0.7),
         ):
-            pairs = [quantize_mxfp4(random.expert(rows, columns, gain)) for _ in range(sizes.experts)]
-            codes = torch.stack([codes for codes, _ in pairs])
+            parts = [quantized(random.expert(rows, columns, gain), MXFP4) for _ in range(sizes.experts)]
+            codes = torch.stack([part.codes for part in parts])
             groups = columns // MXFP4.group_k
             tensors[f"{prefix}.{name}_blocks"] = codes.view(sizes.experts, rows, groups, -1)
-            tensors[f"{prefix}.{name}_scales"] = torch.stack([scales for _, scales in pairs])
-            # The unquantised gpt-oss layout is [experts, in, out].
-            twin[f"{prefix}.{name}"] = torch.stack([dequantize_mxfp4(*pair, torch.bfloat16).T for pair in pairs])
+            tensors[f"{prefix}.{name}_scales"] = torch.stack([part.scales for part in parts])
+            if not random.drawn:
+                # The unquantised gpt-oss layout is [experts, in, out].
+                dense = [dequantize(part, MXFP4, torch.bfloat16).T for part in parts]
+                twin[f"{prefix}.{name}"] = torch.stack(dense)
             bias = random.normal(sizes.experts, rows, std=0.3).bfloat16()
             tensors[f"{prefix}.{name}_bias"] = bias
             twin[f"{prefix}.{name}_bias"] = bias
@@ -316,7 +325,7 @@ class NemotronH(Qwen3):
         assert self.storage is not None
         sizes = self.sizes
 
-        def projections() -> Iterator[tuple[int, str, Tensor]]:
+        def projections() -> Iterator[tuple[int, str, Tensor | Drawn]]:
             for expert in range(sizes.experts):
                 yield expert, "up_proj", random.expert(sizes.intermediate, sizes.hidden)
                 yield expert, "down_proj", random.expert(sizes.hidden, sizes.intermediate, 0.5)

@@ -6,6 +6,7 @@ A Storage turns one expert projection into checkpoint tensors and the dense weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.quantize import dequantize, quantize
+from vllm_humming.moe.quantize import Quantized, dequantize, quantize
 from vllm_humming.moe.weight_formats import MXFP4, NVFP4, WeightFormat
 
 Tensors = dict[str, Tensor]
@@ -33,40 +34,75 @@ class Storage:
     """
 
     weight_format: WeightFormat | None
-    tensors: Callable[[Tensor], tuple[Tensors, Tensor]]
+    tensors: Callable[[Tensor | Drawn], tuple[Tensors, Tensor]]
     config: Callable[[int, list[str]], dict[str, Any]]
     in_config: bool = True
     fused: bool = False
     fp8_linears: bool = False
 
 
-def _split(w: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(codes, raw scales, global scale, dense weight); dense in BF16 where that is exact, else in FP32."""
-    quantized = quantize(w, fmt)
-    return *quantized, dequantize(quantized, fmt, torch.float32 if fmt.has_global else torch.bfloat16)
+@dataclass(frozen=True)
+class Drawn:
+    """An expert weight [rows, columns] of about this standard deviation, to be drawn as codes and scales."""
+
+    rows: int
+    columns: int
+    std: float
+    generator: torch.Generator
+
+    def draw(self, fmt: WeightFormat) -> Quantized:
+        """All codes are as likely, of a root mean square of 2.93; scales span a factor of four."""
+        codes = self._bytes(self.columns // 2)
+        bits = self._bytes(self.columns // fmt.group_k)
+        steps = (bits & 1) + (bits >> 1 & 1)
+        if fmt.has_global:  # 0.5, 1 or 2 in e4m3
+            return Quantized(codes, steps * 8 + 0x30, torch.tensor(self.std / 2.93))
+        return Quantized(codes, steps + (126 + round(math.log2(self.std / 2.93))), None)
+
+    def _bytes(self, columns: int) -> Tensor:
+        count = self.rows * columns
+        words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
+        return words.view(torch.uint8)[:count].view(self.rows, columns).clone()
+
+
+def quantized(w: Tensor | Drawn, fmt: WeightFormat) -> Quantized:
+    return w.draw(fmt) if isinstance(w, Drawn) else quantize(w, fmt)
+
+
+def _dense(w: Tensor | Drawn, parts: Quantized, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+    return torch.empty(0) if isinstance(w, Drawn) else dequantize(parts, fmt, dtype)
+
+
+def _split(w: Tensor | Drawn, fmt: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(codes, raw scales, global scale, dense weight); dense in BF16 where that is exact, else in FP32.
+
+    A drawn weight has no dense one.
+    """
+    parts = quantized(w, fmt)
+    return *parts, _dense(w, parts, fmt, torch.float32 if fmt.has_global else torch.bfloat16)
 
 
 # compressed-tensors
 
 
-def _ct_mxfp4(w: Tensor) -> tuple[Tensors, Tensor]:
+def _ct_mxfp4(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     codes, scales, _, dense = _split(w, MXFP4)
     return {"weight_packed": codes, "weight_scale": scales}, dense
 
 
-def _ct_nvfp4(w: Tensor) -> tuple[Tensors, Tensor]:
-    quantized = quantize(w, NVFP4)
-    assert quantized.global_scale is not None
-    stored = quantized.global_scale.reciprocal().view(1)
+def _ct_nvfp4(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
+    parts = quantized(w, NVFP4)
+    assert parts.global_scale is not None
+    stored = parts.global_scale.reciprocal().view(1)
     tensors = {
-        "weight_packed": quantized.codes,
-        "weight_scale": quantized.scales.view(torch.float8_e4m3fn),
+        "weight_packed": parts.codes,
+        "weight_scale": parts.scales.view(torch.float8_e4m3fn),
         "weight_global_scale": stored,
     }
-    return tensors, dequantize(quantized._replace(global_scale=stored.reciprocal()), NVFP4, torch.float32)
+    return tensors, _dense(w, parts._replace(global_scale=stored.reciprocal()), NVFP4, torch.float32)
 
 
-def _ct_nvfp4_w4a4(w: Tensor) -> tuple[Tensors, Tensor]:
+def _ct_nvfp4_w4a4(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     tensors, dense = _ct_nvfp4(w)
     return tensors | {"input_global_scale": torch.tensor([1 / INPUT_SCALE])}, dense
 
@@ -115,7 +151,7 @@ def _ct_config(
 # ModelOpt
 
 
-def _modelopt(w: Tensor) -> tuple[Tensors, Tensor]:
+def _modelopt(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     codes, scales, global_scale, dense = _split(w, NVFP4)
     assert global_scale is not None
     tensors = {
@@ -127,7 +163,7 @@ def _modelopt(w: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, dense
 
 
-def _modelopt_fused(w: Tensor) -> tuple[Tensors, Tensor]:
+def _modelopt_fused(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     tensors, dense = _modelopt(w)
     del tensors["input_scale"]  # vLLM has no name for fused ones
     return tensors, dense
@@ -177,7 +213,7 @@ def _modelopt_mixed(layers: int, modules: list[str]) -> dict[str, Any]:
 # Quark
 
 
-def _quark(w: Tensor) -> tuple[Tensors, Tensor]:
+def _quark(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     codes, scales, _, dense = _split(w, MXFP4)
     return {"weight": codes, "weight_scale": scales}, dense
 
@@ -210,7 +246,7 @@ def _quark_config(layers: int, modules: list[str]) -> dict[str, Any]:
 # DeepSeek-V4 style: codes as int8, e8m0 scales, the linears in block FP8
 
 
-def _deepseek(w: Tensor) -> tuple[Tensors, Tensor]:
+def _deepseek(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
     codes, scales, _, dense = _split(w, MXFP4)
     return {"weight": codes.view(torch.int8), "weight_scale": scales.view(torch.float8_e8m0fnu)}, dense
 
@@ -240,8 +276,9 @@ def block_fp8(w: Tensor) -> tuple[Tensors, Tensor]:
 # BF16
 
 
-def _bf16(fmt: WeightFormat) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
-    def tensors(w: Tensor) -> tuple[Tensors, Tensor]:
+def _bf16(fmt: WeightFormat) -> Callable[[Tensor | Drawn], tuple[Tensors, Tensor]]:
+    def tensors(w: Tensor | Drawn) -> tuple[Tensors, Tensor]:
+        assert isinstance(w, Tensor)
         return {"weight": w}, _split(w, fmt)[3]
 
     return tensors
@@ -267,13 +304,16 @@ STORAGES = {
 }
 
 
-def store(prefix: str, projections: Iterable[tuple[int, str, Tensor]], storage: Storage) -> tuple[Tensors, Tensors]:
+def store(
+    prefix: str, projections: Iterable[tuple[int, str, Tensor | Drawn]], storage: Storage
+) -> tuple[Tensors, Tensors]:
     """Checkpoint and twin tensors of (expert, projection name, weight) under prefix; the twin is never fused."""
     tensors: Tensors = {}
     twin: Tensors = {}
     for expert, name, weight in projections:
         parts, dense = storage.tensors(weight)
-        twin[f"{prefix}.{expert}.{name}.weight"] = dense
+        if isinstance(weight, Tensor):
+            twin[f"{prefix}.{expert}.{name}.weight"] = dense
         tensors |= {f"{prefix}.{expert}.{name}.{suffix}": tensor for suffix, tensor in parts.items()}
     return (_fused(prefix, tensors) if storage.fused else tensors), twin
 
