@@ -45,6 +45,7 @@ class _Instruction:
 
 # A wgmma group's A registers and accumulators.
 _Group = tuple[frozenset[int], frozenset[int]]
+_MOST_GROUPS = 8  # no wait leaves more in flight
 _NONE: _Group = (frozenset(), frozenset())
 
 
@@ -57,7 +58,12 @@ class _Flight:
 
     def issue(self, operand: frozenset[int], accumulators: frozenset[int], commit: bool) -> _Flight:
         group = (self.open[0] | operand, self.open[1] | accumulators)
-        return _Flight((*self.groups, group)) if commit else _Flight(self.groups, group)
+        if not commit:
+            return _Flight(self.groups, group)
+        groups = (*self.groups, group)
+        if len(groups) > _MOST_GROUPS:  # as in a loop without a wait: the oldest two as one
+            groups = ((groups[0][0] | groups[1][0], groups[0][1] | groups[1][1]), *groups[2:])
+        return _Flight(groups)
 
     def wait(self, pending: int) -> _Flight:
         return _Flight(self.groups[max(0, len(self.groups) - pending) :], self.open)

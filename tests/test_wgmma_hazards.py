@@ -153,6 +153,22 @@ def test_a_loop_whose_start_touches_what_its_end_issued(end):
     assert not touched("MOV R4, RZ", WAIT, *body, ISSUE, *end)  # a wait at the loop's start
 
 
-def test_one_line_a_stretch():
+def test_one_line_an_instruction():
     stretch = (ISSUE, "MOV R33, R7", "MOV R34, R7", WAIT)
-    assert touched(*stretch, *stretch) == [("R33", 0x10), ("R33", 0x50)]
+    assert touched(*stretch, *stretch) == [("R33", 0x10), ("R34", 0x20), ("R33", 0x50), ("R34", 0x60)]
+
+
+def test_both_ways_of_a_branch_are_followed():
+    # the way past the wait, and a block behind an exit that is only branched to
+    assert touched(ISSUE, "@P0 BRA 0x30", WAIT, "MOV R33, R7") == [("R33", 0x30)]
+    assert touched(ISSUE, "@P0 BRA 0x40", WAIT, "EXIT", "MOV R33, R7") == [("R33", 0x40)]
+
+
+def test_a_loop_without_a_wait_ends_the_search():
+    other = ISSUE.replace("R32", "R40")
+    assert touched(ISSUE, other, "@P0 BRA 0x0", "MOV R41, R7", WAIT) == [("R41", 0x30)]
+
+
+def test_a_wgmma_may_not_write_another_ones_operands():
+    second = ISSUE.replace("R24", "R32").replace("R32,", "R32, ", 1).replace("R32, gdesc", "R60, gdesc")
+    assert [register for register, _ in touched(ISSUE, second, WAIT)] == ["R32"]
