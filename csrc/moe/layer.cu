@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Carves the workspace and launches route, permute, up GEMM, down GEMM and reduce. Nothing here allocates or synchronises.
+// Carves the workspace and launches routing, sorting copy or quantisation, up GEMM, down GEMM and reduction. Nothing here allocates or synchronises.
 #include <algorithm>
 #include "../mma/chunk.h"
 #include "../ptx/ptx.cuh"
