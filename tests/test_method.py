@@ -235,6 +235,18 @@ def test_parameters_filled_in_place(checkpoint, activation, dtype):
     assert torch.equal(layer.w13_packed[..., :CODE_BYTES], codes)
 
 
+def test_a_state_packed_for_another_layout_does_not_fit():
+    states = {}
+    for activation, dtype in (("16bit", torch.bfloat16), ("16bit", torch.float16), ("fp8", torch.bfloat16)):
+        with engine(additional={"humming": {"activation": activation}}):
+            states[activation, dtype] = build(CT_MXFP4, SIZES, dtype=dtype).state_dict()
+    shapes = [
+        {name: value.shape for name, value in state.items() if "packed_for" not in name} for state in states.values()
+    ]
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert len({frozenset(state) for state in states.values()}) == 3
+
+
 def test_restored_state_stays_bit_for_bit(silu):
     loaded, _ = silu
     state = {name: tensor.clone() for name, tensor in loaded.named_parameters()}

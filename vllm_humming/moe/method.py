@@ -108,7 +108,8 @@ class HummingMoEMethod(FusedMoEMethodBase):
         """Allocates the packed parameters and registers the checkpoint's names as empty placeholders.
 
         num_experts is the local count E. Parameters: w13_packed, w2_packed uint8 [E, rows/64, K/128, chunk bytes],
-        *_row_scale and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout.
+        *_row_scale and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout. One more, a
+        byte an expert, has the layout in its name: packed_for_bfloat16, packed_for_float16 or packed_for_e4m3.
         """
         dtype = self.moe.in_dtype
         if dtype not in (torch.bfloat16, torch.float16):
@@ -147,6 +148,10 @@ class HummingMoEMethod(FusedMoEMethodBase):
             for name, tensor in zip(("packed", "row_scale", "packed_bias"), weights.tensors, strict=True):
                 if tensor is not None:
                     layer.register_parameter(f"{projection}_{name}", nn.Parameter(tensor, requires_grad=False))
+        # The layouts of packed codes differ by what they decode to, not in shape: a saved state must not fit another.
+        decoded = "e4m3" if self.weight_format.path == "w4a8" else str(dtype).removeprefix("torch.")
+        marker = nn.Parameter(torch.zeros((num_experts, 1), dtype=torch.uint8), requires_grad=False)
+        layer.register_parameter(f"packed_for_{decoded}", marker)
         self._dtype, self._shape = dtype, shape
         self._dummy = compat.uses_dummy_weights()
         self._loader: ExpertLoader | None = ExpertLoader(
