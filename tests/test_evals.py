@@ -4,10 +4,10 @@
 import json
 import logging
 import math
-import os
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -403,6 +403,14 @@ def test_formats_bring_what_they_are_compared_with(tmp_path):
     assert all(torch.equal(twin[name], exact[name]) for name in exact)
 
 
+def ended_process(pid):
+    """Whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys):
     good = "import json,sys; json.dump({}, open(sys.argv[1], 'w')); print('[eval]     fine')"
     hanging = "import subprocess,sys; server = subprocess.Popen(['sleep', '99'], start_new_session=True);"
@@ -428,8 +436,7 @@ def test_the_suite_goes_on_after_a_step_that_fails(tmp_path, monkeypatch, capsys
         "stopped after 5 s",
         "no layer ran through vllm_humming",
     ]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "server").read_text()), 0)  # the step's server has ended with it
+    assert ended_process(int((tmp_path / "server").read_text()))  # the step's server has ended with it
     assert results["first"]["said"] == ["no card"]
     assert results["second"]["result"] == {}
     assert "second: ok" in capsys.readouterr().out
