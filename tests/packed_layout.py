@@ -21,30 +21,34 @@ def bits_to_float(bits, dtype):
     return struct.unpack("<e", struct.pack("<H", bits))[0]
 
 
+def words_of(chunk):
+    """(half_k, w, g, q, index, word) of each of a chunk's 1024 words: warp w, lane 4 g + q, the thread's word index."""
+    for half_k in range(2):
+        for thread in range(128):
+            w, lane = divmod(thread, 32)
+            for index in range(4):
+                start = 4 * (half_k * 512 + thread * 4 + index)
+                yield half_k, w, *divmod(lane, 4), index, int.from_bytes(chunk[start : start + 4], "little")
+
+
 def decode_chunk(chunk, dtype, factor_of):
     """What the 128 threads of a warpgroup make of one chunk: {(packed row, k): value without the row scale}.
 
     factor_of(row, k): the format's factor, row = (w * 8 + g) * 2 + half, the order of the rows' scales in the chunk.
     """
     weights = {}
-    for half_k in range(2):
-        for thread in range(128):
-            w, lane = divmod(thread, 32)
-            g, q = divmod(lane, 4)
-            for step in range(4):
-                start = 4 * (half_k * 512 + thread * 4 + step)
-                word = int.from_bytes(chunk[start : start + 4], "little")
-                for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
-                    half, k_high = fragment & 1, fragment >> 1
-                    for odd in range(2):
-                        lane16 = (word >> (16 * odd)) & 0xFFFF
-                        top = 6 if dtype == torch.bfloat16 else 9  # two exponent bits, one mantissa bit
-                        bits = ((lane16 >> sign) & 1) << 15 | ((lane16 >> magnitude) & 7) << top
-                        k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
-                        value = bits_to_float(bits, dtype) * factor_of((w * 8 + g) * 2 + half, k)
-                        # the kernel multiplies in dtype: the product must be exact there
-                        assert torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
-                        weights[16 * w + 8 * half + g, k] = value
+    for half_k, w, g, q, step, word in words_of(chunk):
+        for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
+            half, k_high = fragment & 1, fragment >> 1
+            for odd in range(2):
+                lane16 = (word >> (16 * odd)) & 0xFFFF
+                top = 6 if dtype == torch.bfloat16 else 9  # two exponent bits, one mantissa bit
+                bits = ((lane16 >> sign) & 1) << 15 | ((lane16 >> magnitude) & 7) << top
+                k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
+                value = bits_to_float(bits, dtype) * factor_of((w * 8 + g) * 2 + half, k)
+                # the kernel multiplies in dtype: the product must be exact there
+                assert torch.tensor(value, dtype=torch.float64).to(dtype).double().item() == value
+                weights[16 * w + 8 * half + g, k] = value
     return weights
 
 
@@ -64,23 +68,17 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().t
 def decode_e4m3_chunk(chunk):
     """What the 128 threads make of one chunk for FP8 activations: {(packed row, k): e4m3 value}."""
     weights = {}
-    for half_k in range(2):
-        for thread in range(128):
-            w, lane = divmod(thread, 32)
-            g, q = divmod(lane, 4)
-            for index in range(4):
-                step, row_half = divmod(index, 2)
-                start = 4 * (half_k * 512 + thread * 4 + index)
-                word = int.from_bytes(chunk[start : start + 4], "little")
-                for high in range(2):
-                    for i in range(4):
-                        magnitude = word >> (16 * high + 4 * i) & 7
-                        sign = word >> (8 * i + (3 if high else 7)) & 1
-                        k = 32 * q + 8 * (2 * half_k + step) + 4 * high + i
-                        scale = chunk[4096 + ((w * 8 + g) * 2 + row_half) * 4 + k // 32]
-                        assert scale in range(0, 89, 8)
-                        # e2m1 at 2^-5: exponent and mantissa move up, and 0.5 becomes the smallest normal number
-                        byte = 0 if magnitude == 0 else 8 if magnitude == 1 else (magnitude << 2) + 8
-                        byte = (byte + scale if byte else 0) | sign << 7
-                        weights[16 * w + 8 * row_half + g, k] = E4M3[byte]
+    for half_k, w, g, q, index, word in words_of(chunk):
+        step, row_half = divmod(index, 2)
+        for high in range(2):
+            for i in range(4):
+                magnitude = word >> (16 * high + 4 * i) & 7
+                sign = word >> (8 * i + (3 if high else 7)) & 1
+                k = 32 * q + 8 * (2 * half_k + step) + 4 * high + i
+                scale = chunk[4096 + ((w * 8 + g) * 2 + row_half) * 4 + k // 32]
+                assert scale in range(0, 89, 8)
+                # e2m1 at 2^-5: exponent and mantissa move up, and 0.5 becomes the smallest normal number
+                byte = 0 if magnitude == 0 else 8 if magnitude == 1 else (magnitude << 2) + 8
+                byte = (byte + scale if byte else 0) | sign << 7
+                weights[16 * w + 8 * row_half + g, k] = E4M3[byte]
     return weights
