@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tokens to e4m3, sorted: row r holds x[slots[r] / top_k], with one scale for each 128 columns, whose places are those of fp8_place.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include "../mma/fp8.cuh"
 #include "../ptx/ptx.cuh"
 #include "launch.h"
+#include "pairs.cuh"
 #include "quantize.cuh"
 
 namespace vllm_humming {
@@ -16,9 +15,6 @@ constexpr int kGroupThreads = kBlockK / kVector;
 constexpr int kColumns = kThreads * kVector;     // a CTA
 constexpr int kBatch = 4;                        // rows a CTA of large batches
 constexpr int kFewCtas = 1024;
-
-__device__ __forceinline__ float2 unpack(__nv_bfloat162 v) { return __bfloat1622float2(v); }
-__device__ __forceinline__ float2 unpack(__half2 v) { return __half22float2(v); }
 
 // Batch rows and kColumns columns a CTA: several rows in flight hide latency, one alone spreads small batches over more CTAs.
 template <typename T2, int Batch>

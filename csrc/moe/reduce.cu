@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // out[token] = sum over k of y[token * top_k + k], k ascending, fp32. Slots without a local expert are skipped (y holds nothing there).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include "../ptx/ptx.cuh"
 #include "entries.cuh"
 #include "launch.h"
+#include "pairs.cuh"
 
 namespace vllm_humming {
 namespace {
@@ -13,8 +12,6 @@ constexpr int kThreads = 256;
 constexpr int kVector = 8;
 constexpr int kBatch = 8;  // loads in flight a thread
 
-__device__ __forceinline__ float2 unpack(__nv_bfloat162 v) { return __bfloat1622float2(v); }
-__device__ __forceinline__ float2 unpack(__half2 v) { return __half22float2(v); }
 __device__ __forceinline__ void round_to(float2 v, __nv_bfloat162& d) { d = __float22bfloat162_rn(v); }
 __device__ __forceinline__ void round_to(float2 v, __half2& d) { d = __float22half2_rn(v); }
 
