@@ -22,8 +22,9 @@ __device__ __forceinline__ void store_fp8(const GemmParams& p, const Shared& s, 
   const int group = block0 / (gated ? 4 : 2);                      // of 128 channels
   // All threads that share a scale.
   const auto share = [&] {
-    if (gated) ptx::named_barrier<3>(C::kConsumers);
-    else warpgroup_barrier<C>(warpgroup);
+    if (ptx::uniform(gated)) ptx::named_barrier<3>(C::kConsumers);
+    else if (ptx::uniform(warpgroup == 0)) ptx::named_barrier<1>(128);
+    else ptx::named_barrier<2>(128);
   };
   const RowFactors<C> factors(p, info, (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4);
 #pragma unroll 1

@@ -112,7 +112,8 @@ struct ScaleShare {
   __device__ __forceinline__ void publish(const Shared& s, const TokenTile& tile, int stage, int lane) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      if (lane + 32 * i < tile.count) ptx::store_shared_4(s.scales + stage * C::kScaleBytes + (lane + 32 * i) * 4, __float_as_uint(value[i]));
+      if (lane + 32 * i < tile.count)
+        ptx::store_shared_4(s.scales + stage * C::kScaleBytes + scale_place<C>(lane + 32 * i) * 4, __float_as_uint(value[i]));
     ptx::mbarrier_arrive(s.full + stage * 8);
   }
 };

@@ -105,6 +105,12 @@ struct TileInfo {
   __device__ __forceinline__ uint32_t bias() const { return row_scale() + C::kTileRows * 4; }     // float [rows of the tile]
 };
 
+// Where a token's scale lies among those of a stage: a thread's, tokens 8 j + 2 q and 8 j + 2 q + 1, lie together.
+template <typename C>
+__device__ __forceinline__ int scale_place(int token) {
+  return token % 8 / 2 * (C::kMaxWidth / 4) + token / 8 * 2 + token % 2;
+}
+
 // Position in a ring of N buffers and the parity of its barriers.
 template <int N>
 struct Ring {

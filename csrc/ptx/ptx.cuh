@@ -44,6 +44,13 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return d;
 }
 
+// 1 / v to within one unit in the last place.
+__device__ __forceinline__ float reciprocal(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
 // ---- mbarrier ----
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
