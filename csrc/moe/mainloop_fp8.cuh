@@ -10,26 +10,30 @@ namespace vllm_humming::gemm {
 
 constexpr int kFp8Steps = kBlockK / 32;
 
+// Addresses of this thread's codes and group scales in the stages' first chunk. Opaque, or the compiler works them out anew each time, a chain of
+// instructions that nothing hides.
+struct Fp8Fragment {
+  uint32_t codes, scales;
+  __device__ __forceinline__ Fp8Fragment(uint32_t weights, int thread)
+      : codes(ptx::opaque(weights + thread * 16)),
+        scales(ptx::opaque(weights + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 8 + thread % 4)) {}
+};
+
 // This thread's codes of one chunk, and the tables of its rows g and g + 8.
 struct Fp8Chunk {
   uint4 half[2];  // two K steps each, of each the words of rows g and g + 8
   Fp8Table row[2];
-  __device__ __forceinline__ void load(uint32_t chunk, int thread) {
-    half[0] = ptx::load_shared_16(chunk + thread * 16);
-    half[1] = ptx::load_shared_16(chunk + kCodeBytes / 2 + thread * 16);
-    const uint32_t scales = chunk + kCodeBytes + (thread / 32 * 8 + thread % 32 / 4) * 8 + thread % 4;
-    row[0].set(ptx::load_shared_1(scales));
-    row[1].set(ptx::load_shared_1(scales + 4));
+  __device__ __forceinline__ void load(const Fp8Fragment& at, uint32_t chunk) {
+    row[0].set(ptx::load_shared_1(at.scales + chunk));
+    row[1].set(ptx::load_shared_1(at.scales + chunk + 4));
+    half[0] = ptx::load_shared_16(at.codes + chunk);
+    half[1] = ptx::load_shared_16(at.codes + chunk + kCodeBytes / 2);
   }
-  __device__ __forceinline__ void decode(uint32_t (&a)[kFp8Steps][4]) const {
-#pragma unroll
-    for (int step = 0; step < kFp8Steps; ++step) {
-      const uint4& h = half[step / 2];
-      row[0].decode(ptx::opaque(step % 2 ? h.z : h.x), a[step][0], a[step][2]);
-      row[1].decode(ptx::opaque(step % 2 ? h.w : h.y), a[step][1], a[step][3]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[step][i] = ptx::opaque(a[step][i]);
-    }
+  // One step's fragment.
+  __device__ __forceinline__ void decode(int step, uint32_t (&a)[4]) const {
+    const uint4& h = half[step / 2];
+    row[0].decode(ptx::opaque(step % 2 ? h.z : h.x), a[0], a[2]);
+    row[1].decode(ptx::opaque(step % 2 ? h.w : h.y), a[1], a[3]);
   }
 };
 
@@ -64,71 +68,54 @@ struct TokenScales {
   }
 };
 
-// The products of one block's stage with N tokens, as one group.
-template <int N, int P>
-__device__ __forceinline__ void issue(float (&part)[P], const uint32_t (&a)[kFp8Steps][4], uint32_t desc) {
-  ptx::wgmma_fence();
-  Wgmma<__nv_fp8_e4m3, N>::template mma<false>(part, a[0], desc);
-#pragma unroll
-  for (int step = 1; step < kFp8Steps; ++step) Wgmma<__nv_fp8_e4m3, N>::template mma<true>(part, a[step], desc + step * 2);
-  ptx::wgmma_commit();
-}
-
-// One tile of width N. Its unit is the products of one block's stage with half of the tokens (where N is small: with all), issued together: while
-// the tensor cores run one unit the one before is promoted and the next block's fragments are decoded. What stands between an issue and a wait
-// for all of it the compiler moves behind the wait, so one unit stays in flight but at the end of a stage, when the other warpgroup has the
-// tensor cores. Nothing is in flight at a branch: there the compiler neither keeps the operands nor lets accumulators be read.
+// One tile of width N. The unit is one step, 64 rows x 32 K, decoded into one of two sets of registers while the tensor cores run the unit before:
+// it has to wait for the unit that used the set. (Whatever merely stands between an issue and a wait, ptxas moves to where it likes.) Shared
+// memory is read between the wait for a block's products and the next issue: behind a wgmma's own reads it comes late. During a promotion the
+// other warpgroup has the tensor cores. Nothing is in flight at a branch: there the compiler does not keep a running wgmma's operands from
+// being overwritten (build_tools/check_kernels.py looks).
 template <typename C, int N>
 __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
-  constexpr int kParts = N >= 48 ? 2 : 1, kTokens = N / kParts, kUnits = C::kBlocks * kParts;
-  static_assert(C::kBlocks % 2 == 0, "fragments alternate over the blocks");
-  static_assert(kTokens % 8 == 0);
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
-  const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes, scales = s.scales + lane % 4 * C::kMaxWidth;
-  uint32_t a[2][kFp8Steps][4];
-  float part[2][kTokens / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
-  TokenScales<kTokens> token_scales[kParts];
-  Fp8Chunk next;
+  const Fp8Fragment at(s.weights + warpgroup * C::kBlocks * C::kChunkBytes, thread);
+  const uint32_t scales = s.scales + lane % 4 * C::kMaxWidth;
+  uint32_t a[2][4];
+  TokenScales<N> token_scales;
+  float part[N / 2] = {};  // defined, or the compiler counts it as live from the kernel's start
+  Fp8Chunk chunk;
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-  next.load(weights + ring.at * C::kWeightBytes, thread);
-  next.decode(a[0]);
+  chunk.load(at, ring.at * C::kWeightBytes);
+  token_scales.load(scales + ring.at * C::kScaleBytes);
   for (int kb = 0; kb < p.k_blocks; ++kb) {
     const int stage = ring.at;
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + stage * C::kTokenBytes);
     ring.next();
-    const bool last = kb + 1 == p.k_blocks;
-    if (!last) ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    // Of block kBlocks: the next stage's first, after the last stage the same stage's again, for nothing.
-    const auto load = [&](int block) {
-      const uint32_t from = block < C::kBlocks ? stage * C::kWeightBytes + block * C::kChunkBytes : (last ? stage : ring.at) * C::kWeightBytes;
-      next.load(weights + from, thread);
-    };
-    const auto issue_unit = [&](int u) {
-      issue<kTokens>(part[u % 2], a[u / kParts % 2], desc + u % kParts * (kTokens * kBlockK / 16));
-    };
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) token_scales[i].load(scales + stage * C::kScaleBytes + i * kTokens);
-    issue_unit(0);
+    for (int b = 0; b < C::kBlocks; ++b) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int block = u / kParts;
-      // Fragments that no unit in flight reads: with two parts the next block's at its first, else this one's behind the next one's issue.
-      const bool decodes = kParts == 2 ? u % 2 == 0 : u + 2 == kUnits;
-      if (u + 1 < kUnits) {
-        if (kParts == 1) {
-          load(block + 1);
-          next.decode(a[(block + 1) % 2]);
-        }
-        issue_unit(u + 1);
-        if (decodes) load(kParts == 2 ? block + 1 : C::kBlocks);
-        ptx::wgmma_wait<1>();
+      for (int step = 0; step < kFp8Steps; ++step) {
+        chunk.decode(step, a[step % 2]);
+        ptx::wgmma_fence();
+        if (step == 0) Wgmma<__nv_fp8_e4m3, N>::template mma<false>(part, a[step % 2], desc);
+        else Wgmma<__nv_fp8_e4m3, N>::template mma<true>(part, a[step % 2], desc + step * 2);
+        ptx::wgmma_commit();
+        if (step > 0 && step + 1 < kFp8Steps) ptx::wgmma_wait<1>();
+      }
+      if (b + 1 < C::kBlocks) {
+        ptx::wgmma_wait<0>();
+        chunk.load(at, stage * C::kWeightBytes + (b + 1) * C::kChunkBytes);
+        token_scales.promote(acc[b], part);
       } else {
+        const uint32_t ready = ptx::mbarrier_ready(s.full + ring.at * 8, ring.parity);
         ptx::wgmma_wait<0>();
         if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8);
+        token_scales.promote(acc[b], part);
+        if (kb + 1 < p.k_blocks) {
+          ptx::mbarrier_wait_unless(ready, s.full + ring.at * 8, ring.parity);
+          chunk.load(at, ring.at * C::kWeightBytes);
+          token_scales.load(scales + ring.at * C::kScaleBytes);
+        }
       }
-      if (decodes) next.decode(a[kParts == 2 ? (block + 1) % 2 : 0]);
-      token_scales[u % kParts].promote(acc[block] + u % kParts * (kTokens / 2), part[u % 2]);
     }
   }
 }

@@ -14,6 +14,14 @@ __device__ __forceinline__ uint32_t opaque(uint32_t v) {
   return v;
 }
 
+// Holds the values to be ready here, ahead of whatever waits next: a store that never happens, since nothing else makes ptxas place arithmetic
+// before a wait for something else.
+__device__ __forceinline__ void finish(const uint32_t (&v)[4], bool never) {
+  asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %4, 0;\n@q st.shared.v4.u32 [%0], {%0, %1, %2, %3};\n}\n" ::"r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]),
+               "r"(uint32_t(never))
+               : "memory");
+}
+
 // A copy that the compiler leaves behind its branch instead of making it a select.
 __device__ __forceinline__ float move(float v) {
   float d;
@@ -69,6 +77,29 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "@done bra VH_DONE;\n"
       "bra VH_WAIT;\n"
       "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
+// Whether that phase has ended, 0 or 1; the answer takes a while, which other instructions can hide.
+__device__ __forceinline__ uint32_t mbarrier_ready(uint32_t bar, uint32_t parity) {
+  uint32_t ready;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(ready)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return ready;
+}
+__device__ __forceinline__ void mbarrier_wait_unless(uint32_t ready, uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "setp.ne.u32 done, %2, 0;\n"
+      "@done bra VH_DONE;\n"
+      "VH_WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra VH_DONE;\n"
+      "bra VH_WAIT;\n"
+      "VH_DONE:\n}\n" ::"r"(bar), "r"(parity), "r"(ready) : "memory");
 }
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
