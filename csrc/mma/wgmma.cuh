@@ -274,19 +274,6 @@ struct Wgmma<__nv_fp8_e4m3, 16> {
 };
 
 template <>
-struct Wgmma<__nv_fp8_e4m3, 24> {
-  template <bool Accumulate, int L>
-  static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
-    static_assert(L >= 12, "accumulator array too short");
-    asm volatile(
-        "{\n.reg .b64 d;\nmov.b64 d, {%16, %17};\n"
-        "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, d, %18, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
-  }
-};
-
-template <>
 struct Wgmma<__nv_fp8_e4m3, 32> {
   template <bool Accumulate, int L>
   static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
@@ -300,19 +287,6 @@ struct Wgmma<__nv_fp8_e4m3, 32> {
 };
 
 template <>
-struct Wgmma<__nv_fp8_e4m3, 40> {
-  template <bool Accumulate, int L>
-  static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
-    static_assert(L >= 20, "accumulator array too short");
-    asm volatile(
-        "{\n.reg .b64 d;\nmov.b64 d, {%24, %25};\n"
-        "wgmma.mma_async.sync.aligned.m64n40k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19}, {%20, %21, %22, %23}, d, %26, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
-  }
-};
-
-template <>
 struct Wgmma<__nv_fp8_e4m3, 48> {
   template <bool Accumulate, int L>
   static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
@@ -321,19 +295,6 @@ struct Wgmma<__nv_fp8_e4m3, 48> {
         "{\n.reg .b64 d;\nmov.b64 d, {%28, %29};\n"
         "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, d, %30, 1, 1;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
-  }
-};
-
-template <>
-struct Wgmma<__nv_fp8_e4m3, 56> {
-  template <bool Accumulate, int L>
-  static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
-    static_assert(L >= 28, "accumulator array too short");
-    asm volatile(
-        "{\n.reg .b64 d;\nmov.b64 d, {%32, %33};\n"
-        "wgmma.mma_async.sync.aligned.m64n56k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27}, {%28, %29, %30, %31}, d, %34, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
   }
 };
@@ -373,19 +334,6 @@ struct Wgmma<__nv_fp8_e4m3, 96> {
         "{\n.reg .b64 d;\nmov.b64 d, {%52, %53};\n"
         "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, d, %54, 1, 1;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
-  }
-};
-
-template <>
-struct Wgmma<__nv_fp8_e4m3, 104> {
-  template <bool Accumulate, int L>
-  static __device__ __forceinline__ void mma(float (&d)[L], const uint32_t (&a)[4], uint32_t desc) {
-    static_assert(L >= 52, "accumulator array too short");
-    asm volatile(
-        "{\n.reg .b64 d;\nmov.b64 d, {%56, %57};\n"
-        "wgmma.mma_async.sync.aligned.m64n104k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51}, {%52, %53, %54, %55}, d, %58, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(desc), "n"(ptx::kDescriptorHigh), "n"(Accumulate ? 1 : 0));
   }
 };

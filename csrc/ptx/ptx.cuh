@@ -14,14 +14,6 @@ __device__ __forceinline__ uint32_t opaque(uint32_t v) {
   return v;
 }
 
-// Holds the values to be ready here, ahead of whatever waits next: a store that never happens, since nothing else makes ptxas place arithmetic
-// before a wait for something else.
-__device__ __forceinline__ void finish(const uint32_t (&v)[4], bool never) {
-  asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %4, 0;\n@q st.shared.v4.u32 [%0], {%0, %1, %2, %3};\n}\n" ::"r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]),
-               "r"(uint32_t(never))
-               : "memory");
-}
-
 // A copy that the compiler leaves behind its branch instead of making it a select.
 __device__ __forceinline__ float move(float v) {
   float d;
