@@ -161,8 +161,8 @@ def summary(records: list[dict[str, Any]]) -> Iterator[str]:
 class Run:
     """What one run has measured; writes each point as soon as it is complete."""
 
-    def __init__(self, args: argparse.Namespace, out: TextIO | None) -> None:
-        self.args, self.out, self.deadline = args, out, Deadline(args.deadline)
+    def __init__(self, args: argparse.Namespace, out: TextIO | None, deadline: Deadline) -> None:
+        self.args, self.out, self.deadline = args, out, deadline
         self.options = Options(args.tiles, args.m_major)
         self.records: list[dict[str, Any]] = []
         self.left_out: set[str] = set()
@@ -305,9 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
         ops.load_kernels()
     if args.jobs:
         compile_first(args, deadline)
-        args.deadline = deadline.left
     out = args.out.open("a") if args.out else None
-    run = Run(args, out)
+    run = Run(args, out, deadline)
     if not args.compile_only:
         tick = torch.zeros(1, device="cuda")
         empty = cold_times(tick.zero_, run.flush)

@@ -2,8 +2,8 @@
 """Times the loading of one MoE layer with 256 experts into the installed vLLM, and its peak of GPU memory.
 
 usage: load.py [--formats mxfp4 nvfp4] [--experts 256] [--hidden 7168] [--intermediate 2048] [--repeats 2] [--out FILE]
-Runs this package (--quantization humming) and Marlin (compressed-tensors), each in a process of its own, and prints both.
-benchmarks/README.md states the protocol.
+Runs this package (--quantization humming) and Marlin (compressed-tensors), each in a process of its own, and prints
+both. benchmarks/README.md states the protocol.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ GIB = 1 << 30
 
 
 def checkpoint_tensors(hidden, intermediate, fmt):
-    """(projection, suffix, shard, tensor) of one expert, as a compressed-tensors checkpoint has them, in host memory."""
+    """(projection, suffix, shard, tensor) of one expert, as compressed-tensors checkpoints have them, on the host."""
     gen = torch.Generator(device="cpu").manual_seed(0)
     group, low, high = (32, 118, 123) if fmt == "mxfp4" else (16, 0x30, 0x48)
 
@@ -94,7 +95,7 @@ def prepare(args, experts, tensors, number, device):
     mark()
     layer.quant_method.process_weights_after_loading(layer)
     mark()
-    return layer, [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
+    return layer, [stop - start for start, stop in pairwise(marks)]
 
 
 def one(args):
