@@ -110,7 +110,9 @@ class WeightFormat(ABC):
 
 def _live(codes: Tensor) -> Tensor:
     """bool [N, groups]: which groups hold a non-zero code."""
-    return (codes & 0x77).ne(0).any(-1)
+    # Eight bytes at a time: a group has 8 or 16.
+    words = (codes.clone() if codes.storage_offset() % 8 else codes).view(torch.int64)
+    return (words & 0x7777777777777777).ne(0).any(-1)
 
 
 @dataclass(frozen=True)
