@@ -241,7 +241,7 @@ def humming(gemm: Gemm, fmt: str, options: Options) -> Calls:
     from humming.tune import get_heuristics_config
 
     weight_config, input_dtype, input_group = HUMMING_PATHS[fmt]
-    with torch.device("cuda"):
+    with torch.device(options.device):
         layer = HummingLayer(
             shape_n=gemm.n,
             shape_k=gemm.k,
@@ -249,7 +249,7 @@ def humming(gemm: Gemm, fmt: str, options: Options) -> Calls:
             weight_config=dict(weight_config),
             input_config={"dtype": input_dtype, "group_size": input_group},
             torch_dtype=torch.bfloat16,
-        ).to("cuda")
+        ).to(options.device)
     for parameter in layer.parameters():
         data = parameter.data
         if data.dtype == torch.int32:
@@ -306,17 +306,17 @@ def humming(gemm: Gemm, fmt: str, options: Options) -> Calls:
     return calls
 
 
-def _marlin_weights(gemm: Gemm, fmt: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def _marlin_weights(gemm: Gemm, fmt: str, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random weights of Marlin's own layout: int32 [E, K/16, 2 N], scales [E, K/group, N], global scales [E]."""
     if fmt == "mxfp4_fp8":
         raise LeftOut("Marlin has no FP8 activations on SM90")
     if (gemm.n % 64 or gemm.k % 128) and (gemm.n % 128 or gemm.k % 64):
         raise LeftOut(f"Marlin has no tiles for N {gemm.n}, K {gemm.k} without padding")
     group, dtype = (32, torch.float8_e8m0fnu) if fmt == "mxfp4" else (16, torch.float8_e4m3fn)
-    codes = torch.empty((gemm.experts, gemm.k // 16, 2 * gemm.n), dtype=torch.int32, device="cuda")
-    scales = torch.empty((gemm.experts, gemm.k // group, gemm.n), dtype=torch.uint8, device="cuda")
+    codes = torch.empty((gemm.experts, gemm.k // 16, 2 * gemm.n), dtype=torch.int32, device=device)
+    scales = torch.empty((gemm.experts, gemm.k // group, gemm.n), dtype=torch.uint8, device=device)
     scales.random_(*((118, 123) if fmt == "mxfp4" else (0x30, 0x3C)))
-    factors = None if fmt == "mxfp4" else torch.full((gemm.experts,), 2.0**100, device="cuda", dtype=torch.float32)
+    factors = None if fmt == "mxfp4" else torch.full((gemm.experts,), 2.0**100, device=device, dtype=torch.float32)
     return codes.random_(-(2**31), 2**31 - 1), scales.view(dtype), factors
 
 
@@ -329,8 +329,8 @@ def marlin(gemm: Gemm, fmt: str, options: Options) -> Calls:
     from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
     from vllm.scalar_type import scalar_types
 
-    codes, scales, factors = _marlin_weights(gemm, fmt)
-    workspace = marlin_make_workspace_new(torch.device("cuda", torch.cuda.current_device()), 4)
+    codes, scales, factors = _marlin_weights(gemm, fmt, options.device)
+    workspace = marlin_make_workspace_new(torch.empty(0, device=options.device).device, 4)
 
     def linear(rows: Rows) -> Iterator[Call]:
         def run() -> Tensor:
@@ -343,7 +343,7 @@ def marlin(gemm: Gemm, fmt: str, options: Options) -> Calls:
         block = next((b for b in (8, 16, 32, 48) if rows.total / gemm.experts / b < 0.9), 64)
         slots, experts, padded = moe_align_block_size(rows.ids, block, gemm.experts)
         top_k = gemm.top_k if gemm.gathered else 1
-        out = torch.empty((rows.total, gemm.n), dtype=rows.x.dtype, device="cuda")
+        out = torch.empty((rows.total, gemm.n), dtype=rows.x.dtype, device=options.device)
 
         def run() -> None:
             vllm_ops.moe_wna16_marlin_gemm(
@@ -371,8 +371,10 @@ def triton(gemm: Gemm, fmt: str, options: Options) -> Calls:
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
 
-    codes = torch.empty((gemm.experts, gemm.n, gemm.k // 2), dtype=torch.uint8, device="cuda").random_(0, 256)
-    scales = torch.empty((gemm.experts, gemm.n, gemm.k // 32), dtype=torch.uint8, device="cuda").random_(118, 123)
+    codes = torch.empty((gemm.experts, gemm.n, gemm.k // 2), dtype=torch.uint8, device=options.device).random_(0, 256)
+    scales = torch.empty((gemm.experts, gemm.n, gemm.k // 32), dtype=torch.uint8, device=options.device).random_(
+        118, 123
+    )
     weights, flex, scales = _swizzle_mxfp4(codes, scales)
     precision = PrecisionConfig(weight_scale=scales, flex_ctx=FlexCtx(rhs_data=flex))
     del codes
@@ -380,7 +382,7 @@ def triton(gemm: Gemm, fmt: str, options: Options) -> Calls:
     def calls(rows: Rows) -> Iterator[Call]:
         routing, gather, _ = experts.make_routing_data(rows.ids, rows.weights, gemm.experts)
         x = rows.x if gemm.gathered else rows.x_sorted
-        out = torch.empty((1, rows.total, gemm.n), dtype=x.dtype, device="cuda")
+        out = torch.empty((1, rows.total, gemm.n), dtype=x.dtype, device=options.device)
 
         run = partial(
             experts.matmul_ogs, x, weights, None, routing, gather_indx=gather if gemm.gathered else None,
@@ -402,22 +404,22 @@ def deepgemm(gemm: Gemm, fmt: str, options: Options) -> Calls:
     except LeftOut:
         module, release = installed("vllm", "vllm.third_party.deep_gemm")
         release = f"vllm {release}"
-    weights = torch.empty((gemm.experts, gemm.n, gemm.k), dtype=torch.uint8, device="cuda").random_(0x20, 0x40)
+    weights = torch.empty((gemm.experts, gemm.n, gemm.k), dtype=torch.uint8, device=options.device).random_(0x20, 0x40)
     weights = weights.view(torch.float8_e4m3fn)
-    weight_scales = torch.full((gemm.experts, gemm.n // 128, gemm.k // 128), 2.0**-6, device="cuda")
+    weight_scales = torch.full((gemm.experts, gemm.n // 128, gemm.k // 128), 2.0**-6, device=options.device)
     height = module.get_mk_alignment_for_contiguous_layout()
 
     def calls(rows: Rows) -> Iterator[Call]:
         values, scales = rows.x_fp8_sorted
         slots, experts, _ = rows.aligned(height)
         valid = slots < rows.total
-        x = torch.zeros((len(slots), gemm.k), dtype=torch.uint8, device="cuda")
+        x = torch.zeros((len(slots), gemm.k), dtype=torch.uint8, device=options.device)
         x[valid] = values.view(torch.uint8)
-        x_scales = torch.ones((len(slots), scales.shape[1]), device="cuda", dtype=torch.float32)
+        x_scales = torch.ones((len(slots), scales.shape[1]), device=options.device, dtype=torch.float32)
         x_scales[valid] = scales
         x, x_scales = x.view(torch.float8_e4m3fn), module.get_mn_major_tma_aligned_tensor(x_scales)
         row_experts = experts.repeat_interleave(height)
-        out = torch.empty((len(slots), gemm.n), dtype=torch.bfloat16, device="cuda")
+        out = torch.empty((len(slots), gemm.n), dtype=torch.bfloat16, device=options.device)
 
         run = partial(
             module.m_grouped_fp8_gemm_nt_contiguous, (x, x_scales), (weights, weight_scales), out, row_experts,

@@ -4,6 +4,7 @@
 import importlib
 import json
 import sys
+import types
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,16 +73,17 @@ def test_fp8_rows_stay_with_their_scales(bench):
     assert turned.stride() == (1, 16)  # 14 rows in whole fours
 
 
-def test_peers_that_are_not_installed_are_left_out_with_a_reason(bench):
+def test_peers_that_are_not_installed_are_left_out_with_a_reason(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "humming", None)
     gemm = bench.contestants.SETS["seed1"][0]
     options = bench.contestants.Options(device="cpu")
     with pytest.raises(bench.contestants.LeftOut, match="humming does not import"):
         bench.contestants.humming(gemm, "mxfp4", options)
     with pytest.raises(bench.contestants.LeftOut, match="no FP8 activations"):
-        bench.contestants._marlin_weights(gemm, "mxfp4_fp8")
+        bench.contestants._marlin_weights(gemm, "mxfp4_fp8", "cpu")
     odd = bench.contestants.SETS["gpt-oss-20b"][1]
     with pytest.raises(bench.contestants.LeftOut, match="no tiles for N 2880, K 2880"):
-        bench.contestants._marlin_weights(odd, "mxfp4")
+        bench.contestants._marlin_weights(odd, "mxfp4", "cpu")
     with pytest.raises(bench.contestants.LeftOut, match="8-bit"):
         bench.contestants.deepgemm(gemm, "mxfp4", options)
 
@@ -169,6 +171,141 @@ def test_a_linear_layer_is_one_expert_without_groups(bench, operators):
     assert call.label == "ours"
     assert operators[0].groups is None
     assert torch.equal(operators[0].x, r.x)
+
+
+def expected_rows(r):
+    """slot -> the sum of the row of x that it reads, and its expert."""
+    x = r.x.float().sum(1)
+    slots = range(r.total)
+    return {
+        slot: (float(x[slot // r.gemm.top_k if r.gemm.gathered else slot]), int(r.ids.flatten()[slot]))
+        for slot in slots
+    }
+
+
+def put(out, row, value, expert):
+    """What the stand-ins of the peers' kernels compute: the sum of the row of x and the expert."""
+    out.view(-1, out.shape[-1])[row, 0], out.view(-1, out.shape[-1])[row, 1] = value, expert
+
+
+def module(monkeypatch, name, **content):
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        path = ".".join(parts[:i])
+        monkeypatch.setitem(sys.modules, path, sys.modules.get(path) or types.ModuleType(path))
+        if i > 1:
+            monkeypatch.setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[path], raising=False)
+    for key, value in content.items():
+        monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_humming_gets_the_rows_of_each_expert(bench, monkeypatch, gathered):
+    block = 4
+
+    class Layer(torch.nn.Module):
+        humming_config = "config"
+
+        def __init__(self, *, shape_n, shape_k, num_experts, weight_config, input_config, torch_dtype):
+            super().__init__()
+            assert (shape_n, shape_k, num_experts) == (64, 256, 5)
+            self.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.int32), requires_grad=False)
+
+        def transform(self):
+            self.transformed = bool(self.weight.any())
+
+        def forward(self, inputs, outputs, input_scale, compute_config, tuning_config, top_k, **lists):
+            assert self.transformed
+            assert json.loads(tuning_config) == {"block_shape": [block, 256, 128]}
+            kind = json.loads(compute_config)["gemm_type"]
+            x = inputs.float().sum(1)
+            if kind == "indexed":
+                for i, slot in enumerate(lists["sorted_ids"][: int(lists["num_tokens_padded"])].tolist()):
+                    if slot < len(outputs):
+                        put(outputs, slot, x[slot // top_k], lists["expert_ids"][i // block])
+            else:
+                for expert, (start, stop) in enumerate(pairwise(lists["expert_layout"].tolist())):
+                    for row in range(start, stop):
+                        put(outputs, row, x[row], expert)
+
+    def configuration(config, *, shape_m, gemm_type, use_m_major_input_scale):
+        assert (config, shape_m, use_m_major_input_scale) == ("config", 14, False)
+        return {"block_shape": [block, 256, 128]}
+
+    module(monkeypatch, "humming.ops")
+    module(monkeypatch, "humming.layer", HummingLayer=Layer)
+    module(monkeypatch, "humming.tune", get_heuristics_config=configuration)
+    r = rows(bench, gathered=gathered)
+    indexed, grouped = bench.contestants.humming(r.gemm, "mxfp4", bench.contestants.Options(device="cpu"))(r)
+    assert (indexed.label, grouped.label) == ("humming-indexed", "humming-grouped")
+    indexed.run()
+    grouped.run()
+    for slot, (value, expert) in expected_rows(r).items():
+        row = r.slots.tolist().index(slot)
+        for out, place in ((indexed.out, slot), (grouped.out, row)):
+            assert float(out[place, 0]) == pytest.approx(value, rel=1e-2, abs=0.1)
+            assert int(out[place, 1]) == expert
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_marlin_gets_the_rows_of_each_expert(bench, monkeypatch, gathered, fmt):
+    r = rows(bench, gathered=gathered)
+
+    def gemm(x, out, codes, bias, scales, a_scales, factors, zeros, g_idx, perm, workspace, slots, experts, padded,
+             weights, *, moe_block_size, top_k, size_m, size_n, size_k, mul_topk_weights, **rest):  # fmt: skip
+        assert codes.shape == (5, size_k // 16, 2 * size_n)
+        assert scales.shape == (5, size_k // (32 if fmt == "mxfp4" else 16), size_n)
+        assert (factors is None) == (fmt == "mxfp4")
+        assert (size_m, moe_block_size, mul_topk_weights) == (len(x), 8, False)
+        for i, slot in enumerate(slots[: int(padded)].tolist()):
+            if slot < size_m * top_k:
+                put(out, slot, x.float().sum(1)[slot // top_k], experts[i // moe_block_size])
+
+    base = "vllm.model_executor.layers"
+    align = lambda ids, block, experts: r.aligned(block)  # noqa: E731
+    module(monkeypatch, "vllm._custom_ops", moe_wna16_marlin_gemm=gemm)
+    module(monkeypatch, f"{base}.fused_moe.moe_align_block_size", moe_align_block_size=align)
+    utils = f"{base}.quantization.utils"
+    module(monkeypatch, f"{utils}.marlin_utils", marlin_make_workspace_new=lambda device, blocks: None)
+    module(monkeypatch, f"{utils}.marlin_utils_fp4", apply_fp4_marlin_linear=None)
+    module(monkeypatch, "vllm.scalar_type", scalar_types=SimpleNamespace(float4_e2m1f=None))
+    (call,) = bench.contestants.marlin(r.gemm, fmt, bench.contestants.Options(device="cpu"))(r)
+    call.run()
+    for slot, (value, expert) in expected_rows(r).items():
+        assert float(call.out[slot, 0]) == pytest.approx(value, rel=1e-2, abs=0.1)
+        assert int(call.out[slot, 1]) == expert
+
+
+def test_deepgemm_gets_padded_rows_and_their_experts(bench, monkeypatch):
+    height = 8
+
+    def gemm(left, right, out, row_experts, disable_ue8m0_cast):
+        (x, scales), (weights, weight_scales) = left, right
+        assert weights.shape == (5, 128, 256)
+        assert weight_scales.shape == (5, 1, 2)
+        sums = (x.float() * scales.repeat_interleave(128, 1)).sum(1)
+        for row, expert in enumerate(row_experts.tolist()):
+            put(out, row, sums[row], expert)
+
+    content = dict(get_mk_alignment_for_contiguous_layout=lambda: height, m_grouped_fp8_gemm_nt_contiguous=gemm)
+    module(monkeypatch, "deep_gemm", get_mn_major_tma_aligned_tensor=lambda scales: scales, **content)
+    r = rows(bench, n=128)
+    (call,) = bench.contestants.deepgemm(r.gemm, "mxfp4_fp8", bench.contestants.Options(device="cpu"))(r)
+    call.run()
+    expected = expected_rows(r)
+    found = call.out[call.valid].float()
+    assert len(found) == r.total
+    for row, slot in enumerate(r.slots.tolist()):
+        assert float(found[row, 0]) == pytest.approx(expected[slot][0], rel=0.1, abs=1.5)
+        assert int(found[row, 1]) == expected[slot][1]
+
+
+def test_cublas_is_as_many_rows_with_one_weight(bench):
+    r = rows(bench)
+    (call,) = bench.contestants.cublas(r.gemm, "mxfp4", bench.contestants.Options(device="cpu"))(r)
+    assert call.run().shape == (r.total, r.gemm.n)
+    assert call.weight_bytes == 2 * r.gemm.n * r.gemm.k
 
 
 @pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True])])

@@ -181,11 +181,12 @@ class _Nvfp4(WeightFormat):
         self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
     ) -> PackedGroups:
         assert global_scale is not None
+        row_scale = scales.global_row_scale(where, global_scale)  # first: what may raise waits for the device
         codes = codes * (raw & 0x7F).ne(0)[..., None]  # the packed scale of a zero is that of another number
         table = scales.packed_e4m3_table(raw.device)
         packed = table.index_select(0, raw.reshape(-1).to(torch.int32)).view_as(raw)
         packed = torch.where(_live(codes), packed, self.zero_group)
-        return PackedGroups(codes, packed, scales.global_row_scale(where, global_scale), Rounding(0, raw.numel(), 0.0))
+        return PackedGroups(codes, packed, row_scale, Rounding(0, raw.numel(), 0.0))
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.packed_e4m3_values()
