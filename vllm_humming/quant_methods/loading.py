@@ -252,9 +252,12 @@ class ExpertLoader:
         """
         device, rows = self.packed[projection].packed.device, sliced.shape[0]
         try:
-            factor = nvfp4_global_scale(whole.detach()).to(device) if self.format.has_global else None
+            weight = _moved(sliced.detach(), device)
+            # Of the whole tensor, where it is: only a rank that holds all of it has it on the device.
+            source = weight if sliced.shape == whole.shape else whole.detach()
+            factor = nvfp4_global_scale(source).to(device) if self.format.has_global else None
             if sliced.numel():
-                parts = quantize(sliced.detach().to(device), self.format, factor)
+                parts = quantize(weight, self.format, factor)
                 codes, scales = parts.codes, parts.scales
             else:
                 codes = torch.empty((rows, sliced.shape[1] // 2), dtype=torch.uint8, device=device)
