@@ -39,8 +39,8 @@ def vllm_engine():
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
 def test_a_layer_loads_as_a_model_would_load_it(load, vllm_engine, fmt):
     args = SimpleNamespace(hidden=96, intermediate=160, one="humming", fmt=fmt)
-    tensors = load.checkpoint_tensors(96, 160, fmt)
-    layer, seconds = load.prepare(args, 3, tensors, 0, "cpu")
+    kinds = [load.checkpoint_tensors(96, 160, fmt, seed) for seed in load.SEEDS]
+    layer, seconds = load.prepare(args, 3, kinds, 0, "cpu")
     vllm_engine.compilation_config.static_forward_context.clear()
     assert len(seconds) == 3
     assert all(s >= 0 for s in seconds)
@@ -48,8 +48,11 @@ def test_a_layer_loads_as_a_model_would_load_it(load, vllm_engine, fmt):
     assert layer.w13_packed.count_nonzero() > layer.w13_packed.numel() / 3  # more than half of it is padding
     assert load.experts_are_equal(layer, 3)
     assert "vllm_humming" in load.method_of(layer)
-    layer.w2_packed.data[1, 0, 0, 0] ^= 1
+    layer.w2_packed.data[2, 0, 0, 0] ^= 1
     assert not load.experts_are_equal(layer, 3)
+    for param in layer.parameters():
+        param.data.copy_(param.data[:1].clone().expand_as(param.data))
+    assert not load.experts_are_equal(layer, 3)  # the second expert has the first one's weights
 
 
 def test_a_tensor_that_nobody_took_is_an_error(load):
@@ -63,7 +66,7 @@ def test_a_tensor_that_nobody_took_is_an_error(load):
         param.weight_loader = weight_loader
         layer.register_parameter(name, param)
     with pytest.raises(RuntimeError, match=r"layers\.0\.0\.w3\.weight_packed was not loaded"):
-        load.load_experts(layer, load.checkpoint_tensors(32, 32, "mxfp4"), 1)
+        load.load_experts(layer, [load.checkpoint_tensors(32, 32, "mxfp4")], 1)
 
 
 def test_records_are_means_and_peaks_and_the_table_compares_them(load):
