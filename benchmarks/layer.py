@@ -17,28 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
+from packed_weights import random_projection
+from protocol import (
+    MEMORY_RATE,
+    SHAPES,
+    TENSOR_RATE,
+    TOKENS,
+    WEIGHT_BYTES,
+    geometric_mean,
+    replay_times,
+    weight_sets,
+)
 from routing import ROUTINGS, route
 from torch import Tensor
 
 from vllm_humming import ops
 from vllm_humming.moe import schedule
-from vllm_humming.moe.packing import CHUNK_K, CODE_BYTES, PackedProjection, allocate, padded_k
+from vllm_humming.moe.packing import CHUNK_K, PackedProjection, padded_k
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
-
-MEMORY_RATE = 4.3e12  # bytes / s, measured
-TENSOR_RATE = {"a16": 690e12, "w4a8": 1380e12}  # flop / s; bf16 measured, e4m3 taken as twice that
-# Scale bytes of small groups (2^-10..2^-6), so that the layer's output stays finite.
-SCALE_BYTES = {
-    ("mxfp4", torch.bfloat16): (243, 248),
-    ("mxfp4", torch.float16): (19, 24),
-    ("nvfp4", torch.bfloat16): (160, 192),  # times 2^-9, by the row scale below
-    ("nvfp4", torch.float16): (160, 192),
-    ("mxfp4_fp8", torch.bfloat16): (0, 5),  # times 8 below: 2^-5..2^-1 before the row scale
-    ("mxfp4_fp8", torch.float16): (0, 5),
-}
-SCALE_STEP = {"mxfp4": 1, "nvfp4": 1, "mxfp4_fp8": 8}
-ROW_SCALE = {"mxfp4": 1.0, "nvfp4": 2.0**-2, "mxfp4_fp8": 2.0**-5}
 
 
 class Layer:
@@ -51,16 +47,10 @@ class Layer:
         self.sets = [self._random_set() for _ in range(weight_sets(name, fmt))]
 
     def _random_set(self) -> tuple[PackedProjection, PackedProjection]:
-        fmt = WEIGHT_FORMATS[self.fmt]
-        make = {"num_experts": self.experts, "has_bias": False, "device": "cuda", "weight_format": fmt}
-        w13 = allocate(
-            out_features=2 * self.intermediate, in_features=self.hidden, gated=True, pad_rows_to=CHUNK_K, **make
-        )
-        w2 = allocate(out_features=self.hidden, in_features=self.intermediate, gated=False, **make)
-        for p in (w13, w2):
-            p.packed.random_(0, 256)
-            p.packed[..., CODE_BYTES:].random_(*SCALE_BYTES[self.fmt, self.dtype]).mul_(SCALE_STEP[self.fmt])
-            p.row_scale.fill_(ROW_SCALE[self.fmt])
+        make = {"experts": self.experts, "fmt": self.fmt, "dtype": self.dtype}
+        rows = 2 * self.intermediate
+        w13 = random_projection(n=rows, k=self.hidden, gated=True, pad_rows_to=CHUNK_K, **make)
+        w2 = random_projection(n=self.hidden, k=self.intermediate, **make)
         return w13, w2
 
     def batch(self, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,6 +92,10 @@ def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> 
     read = active * layer.expert_bytes
     flops = 6 * tokens * layer.top_k * layer.hidden * layer.intermediate
     floor = max(read / MEMORY_RATE, flops / TENSOR_RATE[layer.path]) * 1e6
+    # The same with rows as they are computed: at least in eights an expert.
+    padded = int((inputs[2].flatten().bincount() + 7).div(8, rounding_mode="floor").sum()) * 8
+    padded_flops = flops * padded / (tokens * layer.top_k)
+    work = max(read / MEMORY_RATE, padded_flops / TENSOR_RATE[layer.path]) * 1e6
     return {
         "fmt": layer.fmt,
         "dtype": str(layer.dtype).removeprefix("torch."),
@@ -116,6 +110,7 @@ def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int]) -> 
         "tflops": round(flops / us / 1e6, 1),
         "floor_us": round(floor, 1),
         "floor_percent": round(100 * floor / us, 1),
+        "work_us": round(work, 2),
         "tiles": [schedule.TILES[t].name for t in tiles],
         "finite": bool(out.isfinite().all()),
     }
@@ -133,15 +128,16 @@ def read_peers(paths: list[Path], fmt: str) -> dict[str, dict[tuple, float]]:
     return peers
 
 
-def print_header(peers: dict) -> None:
+def print_header(peers: dict, skew: bool = False) -> None:
     for i, label in enumerate(peers, 1):
         print(f"peer {i}: {label}")
     columns = "".join(f"{f'peer {i}':>9} {'x':>5}" for i in range(1, len(peers) + 1))
     ours = f"{'us':>9} {'TB/s':>6} {'TFLOP/s':>8} {'floor us':>9} {'%':>4}"
+    columns += f" {'time x':>6} {'work x':>6} {'left%':>5}" * skew
     print(f"{'shape':<14} {'routing':<8} {'M':>6} {ours}{columns}  tiles")
 
 
-def print_row(record: dict[str, Any], peers: dict) -> None:
+def print_row(record: dict[str, Any], peers: dict, skew: str = "") -> None:
     key = (record["shape"], record["routing"], record["m"])
     columns = ""
     for times in peers.values():
@@ -149,6 +145,7 @@ def print_row(record: dict[str, Any], peers: dict) -> None:
         columns += f"{us:>9.1f} {us / record['us']:>5.2f}" if us else f"{'-':>9} {'-':>5}"
     rates = f"{record['gbps'] / 1e3:>6.2f} {record['tflops']:>8.1f}"
     ours = f"{record['us']:>9.1f} {rates} {record['floor_us']:>9.1f} {record['floor_percent']:>4.0f}"
+    columns += skew
     note = "" if record["finite"] else "  NOT FINITE"
     print(f"{key[0]:<14} {key[1]:<8} {key[2]:>6} {ours}{columns}  {' '.join(record['tiles'])}{note}", flush=True)
 
@@ -157,8 +154,38 @@ def print_geomean(records: list[dict[str, Any]], peers: dict) -> None:
     for label, times in peers.items():
         ratios = [times[key] / r["us"] for r in records if (key := (r["shape"], r["routing"], r["m"])) in times]
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            mean = geometric_mean(ratios)
             print(f"{label}: geometric mean {mean:.2f}x, worst {min(ratios):.2f}x over {len(ratios)} points")
+
+
+def beyond_work(record: dict[str, Any], uniform: dict[str, Any]) -> float:
+    """Time over that of uniform routing and over what the added work explains; less work explains nothing."""
+    return record["us"] / uniform["us"] / max(1.0, record["work_us"] / uniform["work_us"])
+
+
+def skew_columns(record: dict[str, Any], uniform: dict[str, Any] | None) -> str:
+    """How much longer a layer takes than with uniform routing, how much work was added, and what that leaves open."""
+    if uniform is None or record is uniform:
+        return f" {'':>6} {'':>6} {'':>5}"
+    taken, work = record["us"] / uniform["us"], record["work_us"] / uniform["work_us"]
+    return f" {taken:>6.2f} {work:>6.2f} {100 * (beyond_work(record, uniform) - 1):>+5.0f}"
+
+
+def print_skew(records: list[dict[str, Any]]) -> None:
+    """The worst of each routing that is not uniform."""
+    uniform = {(r["shape"], r["m"]): r for r in records if r["routing"] == "uniform"}
+    beyond: dict[str, list[tuple[float, str, int]]] = {}
+    for r in records:
+        base = uniform.get((r["shape"], r["m"]))
+        if base and r["routing"] != "uniform":
+            beyond.setdefault(r["routing"], []).append((beyond_work(r, base), r["shape"], r["m"]))
+    for routing, values in beyond.items():
+        worst, shape, tokens = max(values)
+        over = sum(value > 1.1 for value, _, _ in values)
+        print(
+            f"{routing}: at most {100 * (worst - 1):+.0f} % beyond what the added work explains ({shape}, {tokens} "
+            f"tokens); more than 10 % at {over} of {len(values)} points"
+        )
 
 
 def tile_index(text: str) -> int:
@@ -210,14 +237,20 @@ def main() -> int:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     peers = read_peers(args.peers, args.fmt)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.fmt.upper()} x {args.dtype}")
-    print_header(peers)
-    records = []
+    # Uniform first: the others are compared with it.
+    routings = sorted(dict.fromkeys(args.routing), key=lambda routing: routing != "uniform")
+    compared = "uniform" in routings and len(routings) > 1
+    print_header(peers, compared)
+    records: list[dict[str, Any]] = []
     for name in args.shapes:
         layer = Layer(name, dtype, args.fmt)
-        for routing, tokens in product(args.routing, args.ms):
+        uniform: dict[int, dict[str, Any]] = {}
+        for routing, tokens in product(routings, args.ms):
             selected = args.tiles or schedule.select(*layer.sizes(tokens), path=layer.path)
             chosen = measure(layer, tokens, routing, selected)
-            print_row(chosen, peers)
+            if routing == "uniform":
+                uniform[tokens] = chosen
+            print_row(chosen, peers, skew_columns(chosen, uniform.get(tokens)) if compared else "")
             records.append(chosen)
             points = [chosen]
             if args.sweep_tiles:
@@ -230,6 +263,7 @@ def main() -> int:
         del layer
         torch.cuda.empty_cache()
     print_geomean(records, peers)
+    print_skew(records)
     return 0
 
 

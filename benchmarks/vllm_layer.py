@@ -65,28 +65,32 @@ def fill(layer, fmt):
             param.data.normal_(std=0.02)
 
 
-def layers_of(shape, quant, fmt):
-    """As many layers of one shape as it takes that each is out of L2 when its turn comes again."""
+def make_layer(hidden, intermediate, experts, top_k, quant, fmt, prefix):
+    """The routed experts of one MoE layer as a model builds it, with weights that are allocated and not filled."""
     import vllm.model_executor.layers.fused_moe as fused_moe
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     make = getattr(fused_moe, "FusedMoE", None) or fused_moe.FusedMoEFactory  # a factory in newer versions
-    hidden, intermediate, experts, top_k = SHAPES[shape]
+    # from_config() may change what it is given
+    quant_config = get_quantization_config(quant).from_config(json.loads(json.dumps(checkpoint_config(fmt))))
+    module = make(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        params_dtype=torch.bfloat16,
+        renormalize=True,
+        quant_config=quant_config,
+        prefix=prefix,
+    )
+    return getattr(module, "routed_experts", module)
+
+
+def layers_of(shape, quant, fmt):
+    """As many layers of one shape as it takes that each is out of L2 when its turn comes again."""
     layers = []
     for n in range(weight_sets(shape, fmt)):
-        # from_config() may change what it is given
-        quant_config = get_quantization_config(quant).from_config(json.loads(json.dumps(checkpoint_config(fmt))))
-        module = make(
-            num_experts=experts,
-            top_k=top_k,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            params_dtype=torch.bfloat16,
-            renormalize=True,
-            quant_config=quant_config,
-            prefix=f"{shape}.{n}.mlp.experts",
-        )
-        layer = getattr(module, "routed_experts", module)
+        layer = make_layer(*SHAPES[shape], quant, fmt, f"{shape}.{n}.mlp.experts")
         fill(layer, fmt)
         layer.quant_method.process_weights_after_loading(layer)
         layers.append(layer)
@@ -130,10 +134,11 @@ def measure(layers, shape, tokens, args, vllm_config):
     )
 
 
-def print_method(layer):
+def method_of(layer):
+    """Names the classes that run a layer."""
     method = layer.quant_method
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    print("METHOD", type(method).__module__, type(method).__name__, "experts", type(experts).__name__, flush=True)
+    return f"{type(method).__module__} {type(method).__name__} experts {type(experts).__name__}"
 
 
 def start_vllm(stack):
@@ -174,7 +179,7 @@ def main() -> int:
         vllm_config = start_vllm(stack)
         for shape in args.shapes:
             layers = layers_of(shape, args.quant, args.fmt)
-            print_method(layers[0])
+            print("METHOD", method_of(layers[0]), flush=True)
             for tokens in args.ms:
                 try:
                     line = json.dumps(measure(layers, shape, tokens, args, vllm_config))

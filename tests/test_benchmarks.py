@@ -75,7 +75,7 @@ def test_weight_sets_exceed_l2(modules):
             assert sets * top_k * 3 * hidden * intermediate * byte > 5 * 60e6 or sets == 24
 
 
-@pytest.mark.parametrize("script", ["layer.py", "vllm_layer.py"])
+@pytest.mark.parametrize("script", ["layer.py", "vllm_layer.py", "gemm.py", "roofline.py", "load.py"])
 def test_scripts_start(script):
     root = BENCHMARKS.parent
     done = subprocess.run(
@@ -86,4 +86,52 @@ def test_scripts_start(script):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "--routing" in done.stdout
+    assert "--out" in done.stdout
+
+
+@pytest.fixture
+def layer_script(modules):
+    import layer
+
+    yield layer
+    for name in ("layer", "packed_weights"):
+        sys.modules.pop(name)
+
+
+def record_of(routing, us, work, shape="seed1", m=64):
+    return {"shape": shape, "routing": routing, "m": m, "us": us, "work_us": work}
+
+
+def test_skewed_routing_is_compared_with_the_work_it_adds(layer_script, capsys):
+    uniform = record_of("uniform", 100.0, 50.0)
+    skewed = record_of("zipf", 150.0, 60.0)  # 1.5 times as long for 1.2 times the work
+    idle = record_of("one-hot", 105.0, 25.0)  # less work explains no time
+    assert layer_script.beyond_work(skewed, uniform) == pytest.approx(1.25)
+    assert layer_script.beyond_work(idle, uniform) == pytest.approx(1.05)
+    assert layer_script.skew_columns(skewed, uniform).split() == ["1.50", "1.20", "+25"]
+    assert layer_script.skew_columns(uniform, uniform).strip() == ""
+    assert len(layer_script.skew_columns(uniform, uniform)) == len(layer_script.skew_columns(skewed, uniform))
+    layer_script.print_skew([uniform, skewed, idle, record_of("zipf", 90.0, 60.0, m=8)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        "zipf: at most +25 % beyond what the added work explains (seed1, 64 tokens); more than 10 % at 1 of 1 points",
+        "one-hot: at most +5 % beyond what the added work explains (seed1, 64 tokens); more than 10 % at 0 of 1 points",
+    ]
+
+
+def test_work_counts_rows_in_eights(layer_script, monkeypatch):
+    protocol = sys.modules["protocol"]
+    monkeypatch.setattr(layer_script, "replay_times", lambda run, sets: [10.0, 20.0, 30.0])
+    out = torch.zeros(4, 2048)
+    monkeypatch.setattr(layer_script, "launcher", lambda layer, inputs, tiles: (None, out))
+    ids = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 2]], dtype=torch.int32)
+    fake = SimpleNamespace(
+        name="shape", fmt="mxfp4", dtype=torch.bfloat16, path="a16", hidden=2048, intermediate=768, top_k=2,
+        expert_bytes=1.0, sets=[None], batch=lambda tokens, routing: (out, None, ids),
+    )  # fmt: skip
+    record = layer_script.measure(fake, 4, "uniform", (0, 0))
+    assert (record["us"], record["active"]) == (20.0, 3)
+    padded = 3 * 8  # three experts with four, two and two rows
+    rate = protocol.TENSOR_RATE["a16"]
+    assert record["work_us"] == round(6 * padded * 2048 * 768 / rate * 1e6, 2)
+    assert record["floor_us"] == round(6 * 8 * 2048 * 768 / rate * 1e6, 1)

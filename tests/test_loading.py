@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the weight loader accepts, what it refuses, and what ends up in the packed parameters."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from layers import (
 from vllm_humming.moe import packing
 from vllm_humming.moe.quantize import dequantize_mxfp4, dequantize_nvfp4, quantize_mxfp4, quantize_nvfp4
 from vllm_humming.moe.weight_formats import MXFP4, NVFP4
+from vllm_humming.quant_methods import loading
 from vllm_humming.quant_methods.loading import ExpertLoader, ExpertShape
 from vllm_humming.quant_methods.schemes import CT_NVFP4 as CT_NVFP4_SCHEME
 from vllm_humming.quant_methods.schemes import MODELOPT_NVFP4, ONLINE, PLAIN_MXFP4
@@ -693,3 +695,48 @@ def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):
     weight, _ = unpacked(packed, 1, 96, 160, False)
     expected = dequantize_mxfp4(experts.codes["w2"][1], experts.scales["w2"][1], torch.float64)
     assert torch.equal(weight, expected)
+
+
+def test_host_tensors_are_copied_beside_the_packing_of_the_last_projection(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    class OnGpu:
+        def record_stream(self, stream):
+            log.append(f"kept until {stream.name} is done")
+
+    class Host:
+        device = torch.device("cpu")
+
+        def to(self, device):
+            log.append(f"copy on {running[-1]}")
+            return moved
+
+    @contextlib.contextmanager
+    def on(stream):
+        running.append(stream.name)
+        yield
+        running.pop()
+
+    gpu, moved, running = torch.device("cuda:3"), OnGpu(), ["main"]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    loading._copy_stream.cache_clear()
+    try:
+        assert loading._moved(Host(), gpu) is moved
+        assert log == ["copy on copies", "main waits for copies", "kept until main is done"]
+        log.clear()
+        tensor = SimpleNamespace(device=gpu, to=Host().to)  # quantised there while loading
+        assert loading._moved(tensor, gpu) is moved
+        assert log == ["copy on main"]
+        host = torch.ones(2)
+        assert loading._moved(host, torch.device("cpu")) is host
+    finally:
+        loading._copy_stream.cache_clear()

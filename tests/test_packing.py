@@ -10,6 +10,7 @@ import torch
 from packed_layout import DTYPES, ORDERS, bits_to_float, packed_row
 
 from vllm_humming.moe import codes as code_layout
+from vllm_humming.moe import weight_formats
 from vllm_humming.moe.packing import allocate, pack_expert, padded_k, padded_rows, unpack_expert
 from vllm_humming.moe.quantize import dequantize_mxfp4
 from vllm_humming.moe.weight_formats import factor_table
@@ -250,3 +251,14 @@ def test_wrong_shapes_and_dtypes_are_refused():
     refused("bias is not expected", codes, scales, bias=bias)
     refused(r"bias must be \(64,\), found \(63,\)", codes, scales, bias=bias[:63], has_bias=True)
     refused("bfloat16 or torch.float16, found torch.float32", codes, scales, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("group_bytes", [8, 16])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_live_groups_are_those_with_a_code_that_is_no_zero(group_bytes, offset):
+    codes = torch.zeros(offset + 2 * 20 * group_bytes, dtype=torch.uint8)[offset:].view(2, 20, group_bytes)
+    codes[0] = 0x88  # nothing but negative zeros
+    for group in range(group_bytes):
+        codes[1, group, group] = (0x01, 0x40, 0x83, 0xF8)[group % 4]
+    found = weight_formats._live(codes)
+    assert found.tolist() == [[False] * 20, [group < group_bytes for group in range(20)]]

@@ -97,7 +97,8 @@ def nvfp4_global_scale(w: Tensor) -> Tensor:
     if not bool(largest.isfinite()):
         row = int((~w.isfinite().all(-1)).nonzero()[0, 0])
         raise ValueError(f"NVFP4 quantisation needs finite weights, found NaN or infinity in row {row}")
-    scale = (largest / (_E4M3_MAX * _E2M1_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    # by a tensor: GPUs divide by a number through its reciprocal, and every device must find the same scale
+    scale = (largest / torch.full_like(largest, _E4M3_MAX * _E2M1_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(largest > 0, scale, 1.0)
 
 

@@ -110,7 +110,9 @@ class WeightFormat(ABC):
 
 def _live(codes: Tensor) -> Tensor:
     """bool [N, groups]: which groups hold a non-zero code."""
-    return (codes & 0x77).ne(0).any(-1)
+    # Eight bytes at a time: a group has 8 or 16.
+    words = (codes.clone() if codes.storage_offset() % 8 else codes).view(torch.int64)
+    return (words & 0x7777777777777777).ne(0).any(-1)
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,12 @@ class _Nvfp4(WeightFormat):
         self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
     ) -> PackedGroups:
         assert global_scale is not None
+        row_scale = scales.global_row_scale(where, global_scale)  # first: what may raise waits for the device
         codes = codes * (raw & 0x7F).ne(0)[..., None]  # the packed scale of a zero is that of another number
         table = scales.packed_e4m3_table(raw.device)
         packed = table.index_select(0, raw.reshape(-1).to(torch.int32)).view_as(raw)
         packed = torch.where(_live(codes), packed, self.zero_group)
-        return PackedGroups(codes, packed, scales.global_row_scale(where, global_scale), Rounding(0, raw.numel(), 0.0))
+        return PackedGroups(codes, packed, row_scale, Rounding(0, raw.numel(), 0.0))
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.packed_e4m3_values()

@@ -10,6 +10,7 @@ tensor (they stay in host memory until their scales and biases are there).
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,6 +57,25 @@ class ExpertShape:
     def channels(self) -> int:
         """Intermediate channels this rank really holds."""
         return min(self.start + self.shard, self.intermediate) - self.start
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """tensor on device. Host memory goes to a GPU on a stream of its own: a copy waits for no kernel that packs what
+    came before it, and the current stream's next kernels wait for the copy."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    copies, current = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        moved = tensor.to(device)
+    current.wait_stream(copies)
+    moved.record_stream(current)  # its memory belongs to the other stream, which must not reuse it too early
+    return moved
+
+
+@lru_cache(maxsize=8)
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers, so that they share the memory that the allocator keeps for it."""
+    return torch.cuda.Stream(device)
 
 
 class _Part(NamedTuple):
@@ -232,9 +252,12 @@ class ExpertLoader:
         """
         device, rows = self.packed[projection].packed.device, sliced.shape[0]
         try:
-            factor = nvfp4_global_scale(whole.detach()).to(device) if self.format.has_global else None
+            weight = _moved(sliced.detach(), device)
+            # Of the whole tensor, where it is: only a rank that holds all of it has it on the device.
+            source = weight if sliced.shape == whole.shape else whole.detach()
+            factor = nvfp4_global_scale(source).to(device) if self.format.has_global else None
             if sliced.numel():
-                parts = quantize(sliced.detach().to(device), self.format, factor)
+                parts = quantize(weight, self.format, factor)
                 codes, scales = parts.codes, parts.scales
             else:
                 codes = torch.empty((rows, sliced.shape[1] // 2), dtype=torch.uint8, device=device)
@@ -251,11 +274,10 @@ class ExpertLoader:
         device = destination.packed.device
 
         def part(shard: str, kind: TensorKind) -> Tensor:
-            tensor = staged[_Part(shard, kind)]
+            tensor = _moved(staged[_Part(shard, kind)], device)
             if kind == "scales":
                 # Bytes before gate and up are joined: each may have its own dtype, and errors name the one they are in.
-                tensor = self.format.raw_scales(f"{self.layer}: expert {expert}: {shard}", tensor.contiguous())
-            tensor = tensor.to(device)
+                return self.format.raw_scales(f"{self.layer}: expert {expert}: {shard}", tensor.contiguous())
             return tensor.view(torch.uint8) if kind == "codes" else tensor
 
         def joined(kind: TensorKind) -> Tensor:
