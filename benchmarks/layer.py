@@ -208,10 +208,10 @@ def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool) -> list[dic
     every = schedule.tiles_of(layer.path)
     if every_pair:
         return [measure(layer, tokens, routing, pair) for pair in product(every, every)]
-    ups = [measure(layer, tokens, routing, (t, chosen[1])) for t in every]
-    downs = [measure(layer, tokens, routing, (chosen[0], t)) for t in every]
+    ups = {t: measure(layer, tokens, routing, (t, chosen[1])) for t in every}
+    downs = {t: measure(layer, tokens, routing, (chosen[0], t)) for t in every}
     best = min(every, key=lambda t: ups[t]["us"]), min(every, key=lambda t: downs[t]["us"])
-    return [*ups, *downs, measure(layer, tokens, routing, best)]
+    return [*ups.values(), *downs.values(), measure(layer, tokens, routing, best)]
 
 
 def main() -> int:

@@ -3,7 +3,9 @@
 
 import math
 import random
+import subprocess
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -424,3 +426,40 @@ def test_large_and_small_weights_pass_through_the_row_scale():
         out = run(layer, x, weights, ids, **ACTIVATIONS["relu2"])
         want = oracle_moe_fp8(x, weights, ids, None, *layer.dense, **ACTIVATIONS["relu2"])
         assert error(out, want) < TOLERANCE[torch.bfloat16]
+
+
+SCALE_PROGRAM = r"""
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include "moe/fp8_scale.h"
+using vllm_humming::Fp8Scale;
+static float f(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+static uint32_t bits(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
+int main() {
+  long wrong = 0, seen = 0;
+  // Every 251st magnitude from 2^-126 to the largest, and reciprocals that are one unit off either way.
+  for (uint32_t u = 0x00800000; u <= 0x7f7fffff; u += 251) {
+    const float amax = f(u), least = amax < 0x1p-100f ? 0x1p-100f : amax, d = Fp8Scale::divisor(amax);
+    const uint32_t reciprocal = bits(float(1.0 / double(d)));
+    for (int off = -1; off <= 1; ++off, ++seen) {
+      const Fp8Scale s(amax, f(reciprocal + off));
+      wrong += s.scale != least / 448.0f || s.factor != 448.0f / least;
+    }
+  }
+  const Fp8Scale zero(0.0f, 1.0f / Fp8Scale::divisor(0.0f)), infinite(INFINITY, 0.0f), nan(NAN, NAN);
+  wrong += zero.scale != 0x1p-100f / 448.0f || infinite.scale != INFINITY || infinite.factor != 0.0f;
+  wrong += nan.scale == nan.scale || nan.factor == nan.factor;
+  std::printf("%ld %ld\n", seen, wrong);
+}
+"""
+
+
+def test_the_kernels_scales_are_correctly_rounded_quotients(tmp_path):
+    """They are worked out without a division (csrc/moe/fp8_scale.h), from an approximate reciprocal."""
+    source, program = tmp_path / "scale.cpp", tmp_path / "scale"
+    source.write_text(SCALE_PROGRAM)
+    csrc = Path(__file__).parent.parent / "csrc"
+    subprocess.run(["g++", "-std=c++20", "-O2", f"-I{csrc}", "-o", program, source], check=True)
+    seen, wrong = map(int, subprocess.run([program], check=True, capture_output=True, text=True).stdout.split())
+    assert seen > 20_000_000 and wrong == 0

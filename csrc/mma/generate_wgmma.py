@@ -5,7 +5,7 @@ usage: python csrc/mma/generate_wgmma.py > csrc/mma/wgmma.cuh
 """
 
 WIDTHS = (16, 32, 40, 48, 64, 80, 96, 128, 160)  # what the tiles use (csrc/moe/tiles)
-FP8_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 112)
+FP8_WIDTHS = (8, 16, 32, 48, 64, 80, 96)
 
 HEAD = """// SPDX-License-Identifier: Apache-2.0
 // Written by generate_wgmma.py. D[64 weight rows x N tokens] += A[64 x 16] (registers) * B[16 x N] (shared memory, K-major); of FP8

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_fp8(const GemmParams& p, const Shared& s, 
       m = ptx::max_nan(m, ptx::max_nan(ptx::max_nan(__uint_as_float(u.x), __uint_as_float(u.y)),
                                        ptx::max_nan(__uint_as_float(u.z), __uint_as_float(u.w))));
     }
-    const Fp8Scale scale(m);
+    const Fp8Scale scale = fp8_scale(m);
     if (lane < kTokens && warp == 0 && (!gated || warpgroup == 0) && first + mine < tile.count)
       p.out_scale[size_t(group) * p.scale_stride + tile.row + first + mine] = scale.scale;
     float factor[kThreadTokens];

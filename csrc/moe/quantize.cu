@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
     for (int d = 1; d < kGroupThreads; d *= 2) amax = ptx::max_nan(amax, __shfl_xor_sync(~0u, amax, d));
     const int group = v / kGroupThreads;
     if (first + i >= rows || group >= groups) continue;
-    const Fp8Scale scale(amax);
+    const Fp8Scale scale = fp8_scale(amax);
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = to_fp8(f[j].x * scale.factor, f[j].y * scale.factor);

@@ -35,7 +35,7 @@ struct TileConfig {
   static constexpr int kCtas = Ctas;                             // CTAs an SM
   static constexpr int kNarrow = Narrow;                         // up to this width by mma.sync
   static constexpr Tokens kUpTokens = UpTokens;
-  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 == 0 ? 32 : kMaxWidth % 56 == 0 ? 56 : 16;  // token rows of one tensor copy: few large ones are fast
+  static constexpr int kBoxRows = kMaxWidth <= 32 ? 8 : kMaxWidth % 32 ? 16 : 32;  // token rows of one tensor copy: few large ones are fast
   static_assert(kMaxWidth % kBoxRows == 0, "a tensor copy would run past its half of the stage");
   static_assert(ProducerWarps == 3 || ProducerWarps == 4, "one warp for the weights, one or two for the tokens, the scheduler");
   static constexpr int kProducers = ProducerWarps * 32;
