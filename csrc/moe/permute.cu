@@ -11,22 +11,27 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // rows in flight a thread
 
+// From: whether the list has a first row.
+template <bool From>
 __global__ void __launch_bounds__(kThreads) permute(const uint4* x, uint4* sorted, const __grid_constant__ RowList list, int vectors) {
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int begin = list.begin ? __ldcg(list.begin) : 0, rows = min(__ldcg(list.end), list.rows);
+  const int begin = From ? __ldcg(list.begin) : 0, rows = min(__ldcg(list.end), list.rows);
   const int first = blockIdx.x * kBatch;
-  if (max(first, begin) >= min(first + kBatch, rows)) return;
+  if (first >= rows || (From && max(first, begin) >= min(first + kBatch, rows))) return;
   int64_t source[kBatch];
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) source[i] = int64_t(__ldcg(list.slots + max(min(first + i, rows - 1), begin)) / list.top_k) * vectors;
+  for (int i = 0; i < kBatch; ++i) {
+    const int row = min(first + i, rows - 1);
+    source[i] = int64_t(__ldcg(list.slots + (From ? max(row, begin) : row)) / list.top_k) * vectors;
+  }
   for (int v = threadIdx.x; v < vectors; v += kThreads) {
     uint4 value[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) value[i] = __ldg(x + source[i] + v);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (first + i >= begin && first + i < rows) sorted[int64_t(first + i) * vectors + v] = value[i];
+      if (first + i < rows && (!From || first + i >= begin)) sorted[int64_t(first + i) * vectors + v] = value[i];
   }
 }
 
@@ -120,7 +125,7 @@ void launch_sort(const void* x, void* sorted, const RouteParams& p, int64_t colu
 }
 
 void launch_permute(const void* x, void* sorted, const RowList& list, int64_t columns, cudaStream_t stream) {
-  launch(permute, (list.rows + kBatch - 1) / kBatch, kThreads, 0, stream, static_cast<const uint4*>(x), static_cast<uint4*>(sorted), list,
+  launch(list.begin ? permute<true> : permute<false>, (list.rows + kBatch - 1) / kBatch, kThreads, 0, stream, static_cast<const uint4*>(x), static_cast<uint4*>(sorted), list,
          int(columns / 8));
 }
 

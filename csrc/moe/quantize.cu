@@ -44,8 +44,8 @@ struct Quantized {
 };
 
 // Batch rows and kColumns columns a CTA: several rows in flight hide latency, one alone spreads small batches over more CTAs. T2: pairs of
-// the tokens' type.
-template <typename T2, int Batch>
+// the tokens' type. Grouped: not all rows of the list are wanted, or e4m3 tokens.
+template <typename T2, int Batch, bool Grouped>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ QuantizeParams p) {
   constexpr bool kGiven = std::is_same_v<T2, __nv_fp8x2_e4m3>;  // codes and scales are there already
   using Vector = std::conditional_t<kGiven, uint2, uint4>;
@@ -54,18 +54,20 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
   const bool inside = v < p.columns / kVector;     // the last group's other columns are zeros, which no maximum sees
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const int begin = list.begin ? __ldcg(list.begin) : 0, rows = list.end ? min(__ldcg(list.end), list.rows) : list.rows;
+  const int rows = list.end ? min(__ldcg(list.end), list.rows) : list.rows;
   const int first = blockIdx.x * Batch;
-  if (max(first, begin) >= min(first + Batch, rows)) return;
+  if (first >= rows) return;
   bool wanted[Batch];
 #pragma unroll
-  for (int i = 0; i < Batch; ++i) wanted[i] = first + i >= begin && first + i < rows;
-  if (p.counts) {
+  for (int i = 0; i < Batch; ++i) wanted[i] = first + i < rows;
+  int begin = 0;
+  if constexpr (Grouped) {
+    if (list.begin) begin = __ldcg(list.begin);
     bool any = false;
 #pragma unroll
     for (int i = 0; i < Batch; ++i) {
       const int row = min(first + i, rows - 1);
-      wanted[i] = wanted[i] && row % p.rows_each < __ldcg(p.counts + row / p.rows_each);
+      wanted[i] = wanted[i] && row >= begin && (!p.counts || row % p.rows_each < __ldcg(p.counts + row / p.rows_each));
       any = any || wanted[i];
     }
     if (!any) return;
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
   int token[Batch];
 #pragma unroll
   for (int i = 0; i < Batch; ++i) {
-    const int row = max(min(first + i, rows - 1), begin);
+    const int row = Grouped ? max(min(first + i, rows - 1), begin) : min(first + i, rows - 1);
     token[i] = list.slots ? __ldcg(list.slots + row) / list.top_k : row;
     value[i] = inside ? __ldg(x + int64_t(token[i]) * (p.columns / kVector)) : Vector{};
   }
@@ -103,20 +105,21 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
 }
 
 // Few rows: one a CTA.
-template <typename T2>
+template <typename T2, bool Grouped>
 void launch_for(const QuantizeParams& p, cudaStream_t stream) {
   const int columns = (p.columns + kColumns - 1) / kColumns, rows = p.list.rows;
   const bool few = int64_t(rows) * columns <= kFewCtas;
   const dim3 grid(few ? rows : (rows + kBatch - 1) / kBatch, columns);
-  launch(few ? quantize<T2, 1> : quantize<T2, kBatch>, grid, kThreads, 0, stream, p);
+  launch(few ? quantize<T2, 1, Grouped> : quantize<T2, kBatch, Grouped>, grid, kThreads, 0, stream, p);
 }
 
 }  // namespace
 
 void launch_quantize(TokenType type, const QuantizeParams& p, cudaStream_t stream) {
-  if (type == TokenType::kBf16) launch_for<__nv_bfloat162>(p, stream);
-  else if (type == TokenType::kFp16) launch_for<__half2>(p, stream);
-  else launch_for<__nv_fp8x2_e4m3>(p, stream);
+  const bool grouped = p.list.begin || p.counts;
+  if (type == TokenType::kFp8) launch_for<__nv_fp8x2_e4m3, true>(p, stream);
+  else if (type == TokenType::kBf16) (grouped ? launch_for<__nv_bfloat162, true> : launch_for<__nv_bfloat162, false>)(p, stream);
+  else (grouped ? launch_for<__half2, true> : launch_for<__half2, false>)(p, stream);
 }
 
 }  // namespace vllm_humming
