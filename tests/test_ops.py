@@ -139,6 +139,11 @@ def test_compiled_library_loads_and_has_the_schedules_tiles():
         "compiled = [(field(t, 0), tuple(field(t, 6 + i) for i in range(field(t, 5)))) for t in range(field(-1, 0))]; "
         "assert compiled == [(t.blocks, t.widths) for t in schedule.TILES], compiled; "
         "sizes = [torch.ops.vllm_humming.moe_workspace_bytes(m, 8, 128, 2048, 768, 0) for m in range(0, 40000, 97)]; "
-        "assert sizes == sorted(sizes)"
+        "assert sizes == sorted(sizes); "
+        "op = torch.ops.vllm_humming; "
+        "sizes = [op.grouped_gemm_workspace_bytes(m, 8, 2048, 2, 2) for m in range(0, 40000, 97)]; "
+        "assert sizes == sorted(sizes) and sizes[-1] > 39000 * 2048; "
+        "sizes = [op.moe_batched_workspace_bytes(m, 8, 2048, 768, 0) for m in range(0, 4000, 97)]; "
+        "assert sizes == sorted(sizes) and sizes[-1] > 8 * 3900 * 768 * 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
