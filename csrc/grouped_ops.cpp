@@ -53,7 +53,8 @@ void grouped_gemm(Tensor x, OptionalTensor x_scale, Tensor packed, Tensor row_sc
   a.tile = tile;
   const bool masked = a.layout == Layout::kMasked;
   const int64_t dim = masked ? 3 : 2;
-  require(x.dim() == dim && out.dim() == dim, "x and out must have " + std::to_string(dim) + " dimensions in this layout, found " + shape_of(x) + " and " + shape_of(out));
+  require(x.dim() == dim && out.dim() == dim,
+          "x and out must have " + std::to_string(dim) + " dimensions in this layout, found " + shape_of(x) + " and " + shape_of(out));
   a.k = x.size(dim - 1);
   a.n = out.size(dim - 1);
   a.tokens_total = x.size(0) * (masked ? x.size(1) : 1);
@@ -63,7 +64,8 @@ void grouped_gemm(Tensor x, OptionalTensor x_scale, Tensor packed, Tensor row_sc
   require(!masked || (x.size(0) == a.experts && out.size(0) == a.experts), "x and out must be [E, max, ..] with the experts of packed");
   require(a.rows <= kMostRows && a.tokens_total <= kMostRows, "too many rows");
   require(a.k > 0 && a.n > 0 && a.k % 8 == 0 && a.n % 8 == 0 && a.k <= a.k_blocks * kBlockK && a.n <= a.row_blocks * kBlockRows,
-          "K = " + std::to_string(a.k) + " of x and N = " + std::to_string(a.n) + " of out must be multiples of 8 and fit packed " + shape_of(packed));
+          "K = " + std::to_string(a.k) + " of x and N = " + std::to_string(a.n) + " of out must be multiples of 8 and fit packed " +
+              shape_of(packed));
   require(!fp8_tokens(a.format) || blocks(a.k, kBlockK) == a.k_blocks,
           "FP8 tokens need scales for each 128 of the packed K: K = " + std::to_string(a.k) + " does not fit packed " + shape_of(packed));
   a.tokens = tokens_of(x, x_scale, a.dtype, a.format, device);
@@ -94,8 +96,8 @@ void moe_batched(Tensor x, OptionalTensor x_scale, Tensor counts, Tensor w13, Te
   const int device = x.get_device_index();
   const int64_t hidden = x.size(2);
   BatchedArgs a = {};
-  a.experts = experts_of(hidden, w13, w13_row_scale, w13_bias, w2, w2_row_scale, w2_bias, weight_format, activation, alpha, beta, limit, tile1, tile2,
-                         device);
+  a.experts = layer_experts(hidden, w13, w13_row_scale, w13_bias, w2, w2_row_scale, w2_bias, weight_format, activation, alpha, beta, limit,
+                            tile1, tile2, device);
   Experts& e = a.experts;
   e.dtype = dtype_of(out, "out");
   a.rows_each = x.size(1);

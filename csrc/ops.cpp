@@ -19,8 +19,8 @@ void moe(Tensor x, Tensor topk_weights, Tensor topk_ids, OptionalTensor expert_m
   const int64_t hidden = x.size(1);
   if (a.tokens == 0 || hidden == 0) return;
   require(a.top_k > 0, "top_k must be at least 1");
-  a.experts = experts_of(hidden, w13, w13_row_scale, w13_bias, w2, w2_row_scale, w2_bias, weight_format, activation, alpha, beta, limit, tile1, tile2,
-                         device);
+  a.experts = layer_experts(hidden, w13, w13_row_scale, w13_bias, w2, w2_row_scale, w2_bias, weight_format, activation, alpha, beta, limit,
+                            tile1, tile2, device);
   a.experts.dtype = dtype_of(x, "x");
   require_tensor(x, "x", device, x.scalar_type(), {a.tokens, hidden});
   require_tensor(out, "out", device, x.scalar_type(), {a.tokens, hidden});

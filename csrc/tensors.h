@@ -97,9 +97,9 @@ inline Projection projection(const Tensor& packed, const Tensor& row_scale, cons
 
 // The packed weights of a layer, which must fit each other and the hidden size. Fills experts, hidden, intermediate, format, activation and both
 // projections.
-inline Experts experts_of(int64_t hidden, const Tensor& w13, const Tensor& w13_row_scale, const OptionalTensor& w13_bias, const Tensor& w2,
-                          const Tensor& w2_row_scale, const OptionalTensor& w2_bias, int64_t weight_format, int64_t activation, double alpha,
-                          double beta, double limit, int64_t tile_up, int64_t tile_down, int device) {
+inline Experts layer_experts(int64_t hidden, const Tensor& w13, const Tensor& w13_row_scale, const OptionalTensor& w13_bias, const Tensor& w2,
+                             const Tensor& w2_row_scale, const OptionalTensor& w2_bias, int64_t weight_format, int64_t activation, double alpha,
+                             double beta, double limit, int64_t tile_up, int64_t tile_down, int device) {
   require(activation >= 0 && activation <= 2, "activation must be 0..2, found " + std::to_string(activation));
   Experts e = {};
   e.format = format_of(weight_format);

@@ -14,7 +14,9 @@ moe.layouts.scales_m_major). K and N may be smaller than the packed sizes (FP8: 
 Rows that belong to no expert keep what they hold in out. Workspaces are uint8 of the sizes that *_workspace_bytes give;
 one that is large enough may serve every call on a stream. What ids, groups, counts and rows hold is read on the device,
 so a captured graph may be replayed with other values; they must be in range, which the CPU checks and the kernels do
-not. `tile` indexes moe.schedule.TILES and must be of the format's path.
+not. `tile` indexes moe.schedule.TILES and must be of the format's path. Weights are read while the kernel ahead in the
+stream still runs, if that lets its dependents start early (programmatic dependent launch): such a kernel must not have
+written them.
 """
 
 from pathlib import Path
