@@ -48,8 +48,6 @@ def test_schemas():
     assert written == ["workspace", "out"]
     assert [a.name for a in schema.arguments] == list(moe_args())
     assert len(schema.returns) == 0
-    plain = torch.ops.vllm_humming.gemm_plain.default._schema
-    assert [a.name for a in plain.arguments] == ["x", "packed", "row_scale", "bias", "out", "weight_format", "tile"]
 
 
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)
@@ -63,12 +61,6 @@ def test_experts_of_zero_weights_give_zero(fmt):
 
 def test_moe_under_the_op_checks():
     torch.library.opcheck(torch.ops.vllm_humming.moe.default, tuple(moe_args().values()))
-
-
-def test_gemm_plain_under_the_op_checks():
-    p = allocate(1, 64, 128, gated=False, has_bias=False, device="cpu")
-    x, out = torch.ones(3, 128, dtype=torch.float16), torch.empty(3, 64, dtype=torch.float16)
-    torch.library.opcheck(torch.ops.vllm_humming.gemm_plain.default, (x, p.packed, p.row_scale, None, out, 0, 0))
 
 
 def test_fakes_do_no_work():
@@ -126,8 +118,7 @@ def test_kernels_that_do_not_load_say_so_and_leave_the_ops_usable(monkeypatch, t
 
 def test_cuda_tensors_are_refused_before_the_kernels_are_loaded():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has("vllm_humming::moe", "CUDA")
-    assert has("vllm_humming::gemm_plain", "CUDA")
+    assert all(has(f"vllm_humming::{name}", "CUDA") for name in ("moe", "moe_batched", "grouped_gemm"))
 
 
 def test_import_needs_torch_only():
@@ -148,6 +139,11 @@ def test_compiled_library_loads_and_has_the_schedules_tiles():
         "compiled = [(field(t, 0), tuple(field(t, 6 + i) for i in range(field(t, 5)))) for t in range(field(-1, 0))]; "
         "assert compiled == [(t.blocks, t.widths) for t in schedule.TILES], compiled; "
         "sizes = [torch.ops.vllm_humming.moe_workspace_bytes(m, 8, 128, 2048, 768, 0) for m in range(0, 40000, 97)]; "
-        "assert sizes == sorted(sizes)"
+        "assert sizes == sorted(sizes); "
+        "op = torch.ops.vllm_humming; "
+        "sizes = [op.grouped_gemm_workspace_bytes(m, 8, 2048, 2, 2) for m in range(0, 40000, 97)]; "
+        "assert sizes == sorted(sizes) and sizes[-1] > 39000 * 2048; "
+        "sizes = [op.moe_batched_workspace_bytes(m, 8, 2048, 768, 0) for m in range(0, 4000, 97)]; "
+        "assert sizes == sorted(sizes) and sizes[-1] > 8 * 3900 * 768 * 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_humming import ops
 from vllm_humming.moe import schedule
+from vllm_humming.moe.layouts import GemmLayout
 from vllm_humming.moe.packing import allocate, pack_expert
 from vllm_humming.moe.quantize import Quantized, dequantize
 from vllm_humming.moe.weight_formats import MXFP4, MXFP4_FP8, NVFP4, WeightFormat
@@ -74,7 +75,11 @@ def decoded(
     x = torch.zeros((tokens, k), dtype=dtype, device=device)
     x[torch.arange(tokens), torch.arange(first, first + tokens)] = 1
     out = torch.full((tokens + GUARD_ROWS, n), math.nan, dtype=dtype, device=device)
-    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out[:tokens], fmt.code, tile)
+    size = torch.ops.vllm_humming.grouped_gemm_workspace_bytes(tokens, 1, k, fmt.code, GemmLayout.CONTIGUOUS)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    torch.ops.vllm_humming.grouped_gemm(
+        x, None, *p.tensors, None, None, workspace, out[:tokens], GemmLayout.CONTIGUOUS, fmt.code, tile
+    )
     if not bool(out[tokens:].isnan().all()):
         raise AssertionError("wrote behind out")
     return out[:tokens]

@@ -231,7 +231,7 @@ def oracle(layer, x, weights, ids, expert_map=None, router_weight_on_input=False
 
 
 def _kernel_h(layer, x, weights, ids, tiles, expert_map, router_weight_on_input) -> Tensor:
-    """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cu)."""
+    """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cpp)."""
     tokens, top_k = ids.shape
     entries, hidden, width = tokens * top_k, x.shape[1], padded_intermediate(layer)
     sized = replace(layer, shape=replace(layer.shape, top_k=top_k))

@@ -13,16 +13,57 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from check_gemm import (
+    SIZES,
+    Tokens,
+    Weights,
+    batched_workspace,
+    gemm_workspace,
+    launch_batched,
+    launch_gemm,
+    make_case,
+    make_tokens,
+    make_weights,
+    make_x,
+)
 from layers import SPECS, Shape, batch, every_tile, launch, make_layer, selected_tiles, workspace_for
 
 from benchmarks.routing import route
 from vllm_humming import ops
-from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
+from vllm_humming.moe import schedule
+from vllm_humming.moe.layouts import GemmLayout
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS, WeightFormat
 
 TOKENS = (1, 37, 200)
 ROUTED = 520  # with top-8, enough rows for the routing of large batches
 SORTED = 2100  # and for the sorting copy of large batches
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_grouped(dtype: torch.dtype, fmt: WeightFormat, few: bool) -> int:
+    """Every layout, with and without groups, with every tile; returns how many calls."""
+    n, k, rows, packed_k = SIZES[0]
+    w, one = (make_weights(rows, packed_k, experts, fmt, dtype, "cuda", bias=True) for experts in (5, 1))
+    calls = 0
+
+    def call(w: Weights, t: Tokens, groups, row_list, shape, layout, tile) -> None:
+        nonlocal calls
+        out = torch.empty(shape, dtype=dtype, device="cuda")
+        launch_gemm(w, t, groups, row_list, gemm_workspace(w, out[..., 0].numel(), k, layout), out, layout, tile)
+        calls += 1
+
+    for tile in schedule.tiles_of(fmt.path):
+        widest = schedule.TILES[tile].widths[-1]
+        sizes = [[0, widest + 3, 1, 9, 0]] if few else [[0, widest + 3, 1, 9, 0], [0, 0, 1, 0, 0], [0, 1100, 0, 2, 5]]
+        for layout, counts in product(GemmLayout, sizes):
+            case = make_case(layout, counts, n, k, "cuda", first=3)
+            x = make_x(case.x, set(case.tokens), dtype, "cuda", 0)
+            for scales in (None,) if fmt.path == "a16" else (None, "row-major", "M-major"):
+                call(w, make_tokens(x, fmt, scales), case.groups, case.rows, case.out, layout, tile)
+        for m in (5,) if few else (1, 5, widest + 3):
+            x = make_x((m, k), set(range(m)), dtype, "cuda", 0)
+            call(one, make_tokens(x, fmt, None), None, None, (m, n), GemmLayout.CONTIGUOUS, tile)
+    return calls
 
 
 def main() -> None:
@@ -51,6 +92,12 @@ def main() -> None:
                 for tiles in (selected_tiles(layer, tokens), *pairs):
                     launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles)
                     runs += 1
+            for tiles in pairs:
+                x = make_x((3, 40, 160), set(range(120)), DTYPES[dtype], "cuda", 0)
+                counts = torch.tensor([0, 40, 17], dtype=torch.int32, device="cuda")
+                launch_batched(layer, x, None, counts, batched_workspace(layer, 40), torch.empty_like(x), tiles)
+                runs += 1
+        runs += run_grouped(DTYPES[dtype], WEIGHT_FORMATS[fmt], few)
     layer = make_layer(Shape(96, 96, 40, 8), torch.bfloat16, "cuda")
     expert_map = torch.arange(40, dtype=torch.int32, device="cuda").sub_(3)
     for tokens, tiles in ((ROUTED, (0, 0)),) if few else ((ROUTED, (0, 0)), (SORTED, (6, 6))):
@@ -59,7 +106,7 @@ def main() -> None:
         launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles, expert_map)
         runs += 1
     torch.cuda.synchronize()
-    print(f"{runs} layers ran")
+    print(f"{runs} calls ran")
 
 
 if __name__ == "__main__":

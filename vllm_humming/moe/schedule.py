@@ -3,7 +3,7 @@
 
 The host knows the number of tokens, not how they are routed, so it picks the tile that costs least for the row counts
 that uniform routing would give. The token width of every tile is then picked on the device, for each expert, from its
-real count (csrc/moe/route.cu): any choice made here is correct for any routing.
+real count (csrc/moe/tile_lists.cuh): any choice made here is correct for any routing.
 
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
