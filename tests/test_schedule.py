@@ -117,6 +117,46 @@ def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
         assert printed == [schedule.TILES[index].name for index in schedule.tiles_of(path)]
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512, 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_gemm_is_picked_as_the_layers_down_gemm_is(shape, tokens, path):
+    hidden, intermediate, experts, top_k = SHAPES[shape]
+    down = schedule.select(tokens, top_k, experts, hidden, intermediate, path=path)[1]
+    assert schedule.select_gemm(tokens * top_k, experts, hidden, intermediate, path) == down
+
+
+def test_a_gemm_of_natural_k_finds_the_record_of_the_padded_one():
+    record = next(r for r in measured.RECORDS if (r.n, r.k) == (2880, 2944))
+    rows = 115  # 32 experts, of which 31 are active: within 3..5 rows each
+    _, table = schedule.gemm_costs(rows, 32, 2880, 2880)
+    assert schedule.TILES[min(table, key=lambda t: table[t])].name != record.tile
+    assert schedule.TILES[schedule.select_gemm(rows, 32, 2880, 2880)].name == record.tile
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_tiles_for_sorted_tokens_pay_for_gathering(path):
+    _, plain = schedule.gemm_costs(512, 64, 4096, 4096, path)
+    _, gathered = schedule.gemm_costs(512, 64, 4096, 4096, path, gathered=True)
+    assert list(plain) == list(gathered) == schedule.tiles_of(path)
+    for tile in plain:
+        assert (gathered[tile] > plain[tile]) == schedule.TILES[tile].sorted_tokens
+        assert (gathered[tile] == plain[tile]) != schedule.TILES[tile].sorted_tokens
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_expert_costs_what_its_rows_need(path):
+    widest = max(schedule.TILES[t].widths[-1] for t in schedule.tiles_of(path))
+    for tile in schedule.tiles_of(path):
+        width = schedule.TILES[tile].widths[-1]
+        # Rows of a single expert are known: a full tile costs the same for every count it is the narrowest one for.
+        costs = [schedule.gemm_costs(rows, 1, 8192, 8192, path)[1][tile] for rows in (width - 1, width, 64 * width)]
+        assert costs[0] == costs[1] < costs[2]
+    picked = [schedule.select_gemm(m, 1, n, k, path) for n, k in ((4096, 4096), (6144, 1536)) for m in range(2049)]
+    assert {schedule.TILES[tile].path for tile in picked} == {path}
+    assert schedule.TILES[schedule.select_gemm(16384, 1, 8192, 8192, path)].widths[-1] == widest
+
+
 def compiled_tiles() -> dict[str, re.Match]:
     """name -> the parts of its configuration, from csrc/moe/tiles."""
     config = re.compile(

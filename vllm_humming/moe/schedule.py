@@ -142,33 +142,72 @@ def costs(
     """What `select` picks, and the expected (up, down) microseconds of every tile of the path, by its index."""
     # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
     share = num_experts / max(num_experts, global_experts or 0)
-    entries = max(1.0, max(1, min(num_tokens, 16384)) * top_k * share)
+    load = _uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
+    up_n = intermediate * (2 if gated else 1)
+    sides = (
+        (up_n, hidden, _gemm_costs(load, up_n, hidden, EPILOGUE_CYCLES[0], path, copied=True)),
+        (hidden, intermediate, _gemm_costs(load, hidden, intermediate, EPILOGUE_CYCLES[1], path, copied=False)),
+    )
+    up, down = (_cheapest(table, num_experts, n, k, load.mean, path) for n, k, table in sides)
+    return (up, down), {index: (sides[0][2][index], sides[1][2][index]) for index in tiles_of(path)}
+
+
+@lru_cache(maxsize=8192)
+def select_gemm(num_rows: int, num_experts: int, n: int, k: int, path: Path = "a16", *, gathered: bool = False) -> int:
+    """The index into TILES for one GEMM alone (`grouped_gemm`), of a tile of that path.
+
+    num_rows: rows of all experts together. n, k: sizes of its weights. gathered: rows are read through a row list,
+    which tiles for sorted tokens pay for with a copy. One expert has exactly num_rows rows; the rows of more are taken
+    as uniform routing gives them. Pure host arithmetic, cached: safe under graph capture.
+    """
+    return gemm_costs(num_rows, num_experts, n, k, path, gathered=gathered)[0]
+
+
+def gemm_costs(
+    num_rows: int, num_experts: int, n: int, k: int, path: Path = "a16", *, gathered: bool = False
+) -> tuple[int, dict[int, float]]:
+    """What `select_gemm` picks, and the expected microseconds of every tile of the path, by its index."""
+    rows = float(max(1, num_rows))
+    load = _uniform_load(rows, num_experts) if num_experts > 1 else _Load(rows, 1.0, rows, [rows])
+    table = _gemm_costs(load, n, k, EPILOGUE_CYCLES[1], path, copied=gathered)
+    return _cheapest(table, num_experts, n, math.ceil(k / 128) * 128, load.mean, path), table
+
+
+@dataclass(frozen=True)
+class _Load:
+    """entries: rows of all experts. active: experts that have any. mean: rows of one of these. rows: equally likely
+    numbers of them."""
+
+    entries: float
+    active: float
+    mean: float
+    rows: list[float]
+
+
+def _uniform_load(entries: float, num_experts: int) -> _Load:
     active = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
     mean = entries / active
     spread = math.sqrt(max(0.0, mean - 1.0))
-    rows = [max(1.0, mean + z * spread) for z in _QUANTILES]
-    up_blocks = math.ceil(intermediate * (2 if gated else 1) / 64)
-    copy_per_byte = entries * hidden / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9
+    return _Load(entries, active, mean, [max(1.0, mean + z * spread) for z in _QUANTILES])
+
+
+def _gemm_costs(load: _Load, n: int, k: int, epilogue: int, path: Path, *, copied: bool) -> dict[int, float]:
+    """Expected microseconds of a GEMM by tile; copied: tiles for sorted tokens have them copied first."""
+    copy_per_byte = load.entries * k / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9
     table = {}
     for index in tiles_of(path):
         tile = TILES[index]
-        up = _gemm_cycles(tile, active, rows, up_blocks, math.ceil(hidden / 128), EPILOGUE_CYCLES[0]) + (
-            copy_per_byte * tile.token_bytes + COPY_LATENCY_CYCLES if tile.sorted_tokens else 0.0
-        )
-        down = _gemm_cycles(
-            tile, active, rows, math.ceil(hidden / 64), math.ceil(intermediate / 128), EPILOGUE_CYCLES[1]
-        )
-        table[index] = up / CLOCK_GHZ / 1e3, down / CLOCK_GHZ / 1e3
-    up_n = intermediate * (2 if gated else 1)
-    recorded = (
-        measured.tile_for(num_experts, up_n, hidden, mean, path),
-        measured.tile_for(num_experts, hidden, intermediate, mean, path),
-    )
-    names = [tile.name for tile in TILES]
-    choice = tuple(
-        names.index(name) if name else min(table, key=lambda t: table[t][side]) for side, name in enumerate(recorded)
-    )
-    return (choice[0], choice[1]), table
+        cycles = _gemm_cycles(tile, load.active, load.rows, math.ceil(n / 64), math.ceil(k / 128), epilogue)
+        if copied and tile.sorted_tokens:
+            cycles += copy_per_byte * tile.token_bytes + COPY_LATENCY_CYCLES
+        table[index] = cycles / CLOCK_GHZ / 1e3
+    return table
+
+
+def _cheapest(table: dict[int, float], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
+    """The recorded tile of that GEMM, else the one that costs least."""
+    name = measured.tile_for(num_experts, n, k, mean, path)
+    return next(i for i in table if TILES[i].name == name) if name else min(table, key=lambda index: table[index])
 
 
 def _positive(text: str) -> int:
