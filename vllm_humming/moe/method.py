@@ -37,6 +37,7 @@ _PLACEHOLDER_DTYPES = {
 }
 # vLLM's loaders of fused checkpoints treat a scale like its weight where it says "block".
 _PLACEHOLDER_LAYOUTS = {"scales": "block", "global": "tensor", "unused": "tensor"}
+
 _TALLY = Tally("MoE layer", "experts")
 
 
