@@ -63,7 +63,7 @@ class HummingLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the checkpoint's tensors of this rank: codes uint8 [N, K/2], scales uint8 [N, K/group], globals.
+        """Registers the checkpoint's tensors of this rank: codes uint8 [N, K/2], scales [N, K/group], globals fp32.
 
         output_partition_sizes: rows of each fused projection on this rank, N in all. Raises ValueError for a dtype that
         the kernels do not have and for a K, or this rank's share of it, that is no whole number of scale groups.
@@ -87,10 +87,10 @@ class HummingLinearMethod(LinearMethodBase):
                 data = torch.zeros((n, k // 2), dtype=torch.uint8)
                 layer.register_parameter(suffix, ModelWeightParameter(data=data, **matrix))
             elif kind == "scales":
-                data = torch.full((n, k // fmt.group_k), _NEVER_LOADED, dtype=torch.uint8)
+                data = torch.full((n, k // fmt.group_k), _NEVER_LOADED, dtype=torch.uint8).view(loader.scale_dtype)
                 layer.register_parameter(suffix, GroupQuantScaleParameter(data=data, **matrix))
             elif kind in ("global", "unused"):
-                data = torch.full((len(self._widths),), torch.nan)
+                data = torch.full((len(self._widths),), torch.nan, dtype=torch.float32)
                 layer.register_parameter(suffix, PerTensorScaleParameter(data=data, weight_loader=load))
         # vLLM makes the bias after this, with the layer's own loader.
         layer.weight_loader = loader.wrap("bias", "bias", layer.weight_loader)

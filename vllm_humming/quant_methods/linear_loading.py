@@ -30,6 +30,8 @@ class LinearLoader:
     def __init__(self, name: str, scheme: ExpertScheme, layer: nn.Module, shards: list[str], input_size: int) -> None:
         self.name, self.scheme, self.layer, self.shards, self.input_size = name, scheme, layer, shards, input_size
         self.packed = False
+        # What most checkpoints have: vLLM warns of parameters that differ.
+        self.scale_dtype = torch.float8_e4m3fn if scheme.weight_format.has_global else torch.uint8
         self._arrived: dict[str, set[Any]] = {}
 
     def wrap(self, suffix: str, kind: TensorKind, inner: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +88,7 @@ class LinearLoader:
         return f"{self.name}: {suffix if shard is None else f'{self._shard_name(shard)}.{suffix}'}"
 
     def _checked(self, where: str, kind: TensorKind, tensor: Tensor, shard: Any) -> Tensor:
-        """The tensor as vLLM's loader is to copy it: bytes, or fp32 [1]; a bias stays what it is."""
+        """The tensor as vLLM's loader is to copy it: raw bytes, or fp32 [1]; a bias stays what it is."""
         fmt = self.scheme.weight_format
         if kind == "global":
             if tensor.numel() != 1:
@@ -104,4 +106,4 @@ class LinearLoader:
             checks.check_bias(where, tensor)
             return tensor
         tensor = tensor.contiguous()
-        return fmt.raw_scales(where, tensor) if kind == "scales" else tensor.view(torch.uint8)
+        return fmt.raw_scales(where, tensor).view(self.scale_dtype) if kind == "scales" else tensor.view(torch.uint8)
