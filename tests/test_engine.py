@@ -3,9 +3,11 @@
 
 The twin's weights are the exact values of the FP4 weights, and its engine computes in float32 where the engine under
 test computes in BF16. Measured on a CPU, the five best logprobs of each position differ by at most 0.032 (MXFP4), 0.020
-(NVFP4), 0.031 (attention in FP4, too), 0.027 (block-FP8 attention) and 0.019 (gpt-oss, Nemotron-H); the Qwen3 model
-with its unquantised weights differs by up to 0.44, 0.087 in the mean. FP8 activations differ from the twin by 0.087,
-0.017 in the mean (gpt-oss 0.056 and 0.011), where 16-bit ones differ by 0.0043 in the mean.
+(NVFP4), 0.027 (block-FP8 attention) and 0.019 (gpt-oss, Nemotron-H); the Qwen3 model with its unquantised weights
+differs by up to 0.44, 0.087 in the mean. FP8 activations differ from the twin by 0.087, 0.017 in the mean (gpt-oss
+0.056 and 0.011), where 16-bit ones differ by 0.0043 in the mean. Models whose attention is NVFP4, too, run in FP16:
+0.0031, 0.0006 in the mean; BF16 rounds a few of their tokens further (0.054; with another seed 0.24, and so does vLLM
+on the twin).
 """
 
 import json
@@ -33,6 +35,8 @@ pytestmark = [
 MAX_TOKENS = 24
 LOGPROB_LIMIT = 0.05
 LOGPROB_MEAN_LIMIT = 0.01
+FP16_LOGPROB_LIMIT = 0.01
+FP16_LOGPROB_MEAN_LIMIT = 0.002
 FP8_LOGPROB_LIMIT = 0.15
 FP8_LOGPROB_MEAN_LIMIT = 0.03
 # One prompt that ends in the demo's answer, a single token, a repetition, and one longer than the others together.
@@ -61,6 +65,10 @@ OPTIONS: dict[str, dict] = {kind: {"additional_config": {"humming": {"linears": 
 # Runs with FP8 activations by option, and their kinds; a kind whose name ends in w4a8 says so itself.
 FP8 = {"additional_config": {"humming": {"activation": "fp8"}}}
 FP8_RUNS = {f"{kind} with fp8": kind for kind in ("qwen3-mxfp4", "gpt-oss-mxfp4", "qwen3-bf16")}
+
+
+def dtype_of(kind: str) -> str:
+    return "float16" if kind in LINEARS and weight_format(kind) is NVFP4 else "bfloat16"
 
 
 def twin_of(kind: str) -> str:
@@ -95,7 +103,7 @@ def engines(tmp_path_factory):
         if kind not in OWN_PROCESSES:
             if kind in OWN_TWIN:
                 in_turn[twin] = arguments(twin, "float32", None)
-            in_turn[kind] = arguments(kind, "bfloat16", "humming", **options)
+            in_turn[kind] = arguments(kind, dtype_of(kind), "humming", **options)
     for name in ("gpt-oss-mxfp4", "qwen3-bf16"):
         in_turn[f"{name} with fp8"] = arguments(name, "bfloat16", "humming", **FP8)
     runs.add_in_turn(tmp_path_factory.mktemp("in_turn"), in_turn, PROMPTS, MAX_TOKENS)
@@ -148,8 +156,11 @@ def test_same_tokens_and_logprobs_as_the_dequantised_model(engines, name):
                 assert not left or left.keys() & right.keys()
                 differences += [abs(left[token] - right[token]) for token in left.keys() & right.keys()]
     assert len(differences) > 500
-    assert max(differences) < (FP8_LOGPROB_LIMIT if fp8 else LOGPROB_LIMIT)
-    assert sum(differences) / len(differences) < (FP8_LOGPROB_MEAN_LIMIT if fp8 else LOGPROB_MEAN_LIMIT)
+    limit, mean_limit = (FP8_LOGPROB_LIMIT, FP8_LOGPROB_MEAN_LIMIT) if fp8 else (LOGPROB_LIMIT, LOGPROB_MEAN_LIMIT)
+    if dtype_of(kind) == "float16":
+        limit, mean_limit = FP16_LOGPROB_LIMIT, FP16_LOGPROB_MEAN_LIMIT
+    assert max(differences) < limit
+    assert sum(differences) / len(differences) < mean_limit
 
 
 @pytest.mark.parametrize("kind", LINEARS)
