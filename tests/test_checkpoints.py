@@ -67,6 +67,22 @@ NAMES = {
         "model.layers.0.self_attn.q_proj.weight": ((256, 128), E4M3),
         "model.layers.0.self_attn.q_proj.weight_scale_inv": ((2, 1), E8M0),
     },
+    "qwen3-mxfp4-linears": MXFP4_CT
+    | {
+        "model.layers.0.self_attn.q_proj.weight_packed": ((128, 48), U8),
+        "model.layers.0.self_attn.o_proj.weight_scale": ((96, 4), U8),
+    },
+    "qwen3-nvfp4-linears": NVFP4_CT
+    | {
+        "model.layers.0.self_attn.k_proj.weight_global_scale": ((1,), F32),
+        "model.layers.0.self_attn.k_proj.input_global_scale": ((1,), F32),
+        "model.layers.0.self_attn.o_proj.weight_scale": ((96, 8), E4M3),
+    },
+    "qwen3-modelopt-linears": MODELOPT
+    | {
+        "model.layers.0.self_attn.v_proj.weight": ((64, 48), U8),
+        "model.layers.0.self_attn.v_proj.weight_scale_2": ((), F32),
+    },
     "gpt-oss-mxfp4": {
         f"{EXPERTS}gate_up_proj_blocks": ((4, 320, 3, 16), U8),
         f"{EXPERTS}gate_up_proj_scales": ((4, 320, 3), U8),
@@ -141,19 +157,22 @@ def dequantised(found, name):
     return dequantize_mxfp4(codes.view(U8), scales, F32)
 
 
-def test_the_twin_holds_the_dequantised_experts_and_all_else_unchanged(pair):
+def test_the_twin_holds_the_dequantised_weights_and_all_else_unchanged(pair):
     kind, model, twin = pair
     found, dense = tensors(model), tensors(twin)
-    experts = [name for name in dense if ".experts." in name and not name.endswith("_bias")]
-    assert experts
-    for name in experts:
+    parts = (".experts.", *((".self_attn.",) if kind.endswith("-linears") else ()))
+    quantised = [
+        name for name in dense if any(part in name for part in parts) and not name.endswith(("_bias", "_norm.weight"))
+    ]
+    assert quantised
+    for name in quantised:
         exact = dequantised(found, name)
         if exact is None and weight_format(kind) is MXFP4:
             exact = dequantize_mxfp4(*quantize_mxfp4(found[name]), F32)
         elif exact is None:
             exact = dequantize_nvfp4(*quantize_nvfp4(found[name]), F32)
         assert torch.equal(dense[name].float(), exact)  # e2m1 times a power of two is exact in BF16
-    for name in dense.keys() - experts:
+    for name in dense.keys() - quantised:
         if f"{name}_scale_inv" in found:
             scales = found[f"{name}_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
             assert torch.equal(dense[name].float(), found[name].float() * scales)
@@ -175,6 +194,9 @@ def test_config_and_tokenizer_load(pair):
         "qwen3-modelopt-mixed": "modelopt",
         "qwen3-modelopt-fused": "modelopt",
         "qwen3-quark": "quark",
+        "qwen3-mxfp4-linears": "compressed-tensors",
+        "qwen3-nvfp4-linears": "compressed-tensors",
+        "qwen3-modelopt-linears": "modelopt",
         "qwen3-deepseek": "deepseek_v4_fp8",
         "gpt-oss-mxfp4": "mxfp4",
         "nemotron-h-modelopt": "modelopt",

@@ -16,7 +16,9 @@ from vllm_humming.moe import packing
 from vllm_humming.moe.weight_formats import NVFP4
 
 MODULES = {"gpt-oss-mxfp4": "gpt_oss", "nemotron-h-modelopt": "nemotron_h"}
-ONLINE = {"qwen3-bf16-nvfp4": {"humming": {"online_format": "nvfp4"}}}
+OPTIONS = {"qwen3-bf16-nvfp4": {"humming": {"online_format": "nvfp4"}}} | {
+    kind: {"humming": {"linears": "humming"}} for kind in KINDS if kind.endswith("-linears")
+}
 needs_fp8 = pytest.mark.skipif(
     not runs_block_fp8_linears(), reason="this vLLM has no kernel for block-FP8 linears here"
 )
@@ -33,8 +35,8 @@ class NoAttention(torch.nn.Module):
         super().__init__()
 
 
-def load_model(directory, kind, monkeypatch, load_format="auto"):
-    """The MoE layers of the model that vLLM builds and loads from a directory."""
+def load_model(directory, kind, monkeypatch, load_format="auto", method="HummingMoEMethod"):
+    """The MoE layers of the model that vLLM builds and loads from a directory, or its linears that run here."""
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -49,7 +51,7 @@ def load_model(directory, kind, monkeypatch, load_format="auto"):
         model_config=model_config,
         device_config=DeviceConfig(device="cpu"),
         load_config=load_config,
-        additional_config=ONLINE.get(kind, {}),
+        additional_config=OPTIONS.get(kind, {}),
     )
     with engine():  # parallel groups
         pass
@@ -57,11 +59,7 @@ def load_model(directory, kind, monkeypatch, load_format="auto"):
         model = initialize_model(config)
         get_model_loader(load_config).load_weights(model, model_config)
         process_weights_after_loading(model, model_config, torch.device("cpu"))
-    return [
-        module
-        for module in model.modules()
-        if type(getattr(module, "quant_method", None)).__name__ == "HummingMoEMethod"
-    ]
+    return [module for module in model.modules() if type(getattr(module, "quant_method", None)).__name__ == method]
 
 
 def twin_experts(directory, layer, experts):
@@ -103,6 +101,32 @@ def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeyp
                 )
                 assert torch.equal(found, weight.float())
                 assert (found_bias is None) if bias is None else torch.equal(found_bias, bias.float())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("-linears")])
+def test_packed_linears_equal_the_dequantised_checkpoint(kind, tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "model", kind, twin=tmp_path / "twin", sizes=Sizes(hidden=288), seed=3)
+    layers = load_model(tmp_path / "model", kind, monkeypatch, method="HummingLinearMethod")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "twin").glob("*.safetensors"):
+        tensors |= load_file(file)
+    assert [layer.prefix for layer in layers] == [
+        f"model.layers.{index}.self_attn.{name}" for index in range(2) for name in ("qkv_proj", "o_proj")
+    ]
+    for layer in layers:
+        prefix = layer.prefix.rsplit(".", 1)[0]
+        names = ("q", "k", "v") if layer.prefix.endswith("qkv_proj") else ("o",)
+        weight = torch.cat([tensors[f"{prefix}.{name}_proj.weight"] for name in names]).float()
+        method = layer.quant_method
+        found, _ = packing.unpack_expert(
+            packing.PackedProjection(layer.weight_packed, layer.row_scale, None, method.weight_format),
+            0,
+            dtype=torch.bfloat16,
+            k=weight.shape[1],
+            out_features=weight.shape[0],
+            gated=False,
+        )
+        assert torch.equal(found, weight)
 
 
 def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from vllm_humming.moe import packing, reference
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.packing import CODE_BYTES
 from vllm_humming.moe.weight_formats import NVFP4
+from vllm_humming.quant_methods.tally import Tally
 
 SIZES = Sizes()
 ACTIVATIONS = {
@@ -264,8 +265,7 @@ def test_summary_line_counts_layers(monkeypatch):
 
     lines = []
     monkeypatch.setattr(method.logger, "info", lambda text, *args: lines.append(text % args))
-    monkeypatch.setattr(method._Tally, "names", set())
-    monkeypatch.setattr(method._Tally, "ready", 0)
+    monkeypatch.setattr(method, "_TALLY", Tally("MoE layer", "experts"))
 
     def load_model(skip=()):
         with engine():

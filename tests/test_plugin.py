@@ -87,7 +87,10 @@ def test_options_default_and_given():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"bakend": "kernel"}, r"unknown option 'bakend'.*valid options: 'backend', 'online_format', 'activation'"),
+        (
+            {"bakend": "kernel"},
+            r"unknown option 'bakend'.*valid options: 'backend', 'online_format', 'activation', 'linears'",
+        ),
         ({"activation": "int8"}, r"\"activation\"\] is 'int8'; valid values: 'auto', '16bit', 'fp8'"),
         ({"backend": "triton"}, r"\"backend\"\] is 'triton'; valid values: 'auto', 'kernel', 'reference'"),
         ({"online_format": ["mxfp4"]}, r"\"online_format\"\] is \['mxfp4'\]; valid values: 'mxfp4', 'nvfp4'"),

@@ -128,6 +128,39 @@ def is_linear(layer: torch.nn.Module) -> bool:
     return isinstance(layer, LinearBase)
 
 
+def linear_checkpoint_rows(layer: torch.nn.Module, shard: Any) -> int | None:
+    """Rows of the checkpoint's tensor that the weight loader of one of vLLM's linears is handed for a shard.
+
+    shard: what models pass to it, None for a tensor of all rows. None for a class with rules of its own.
+    """
+    from vllm.model_executor.layers import linear
+
+    loader = getattr(type(layer), "weight_loader_v2", None)
+    if isinstance(layer, linear.QKVParallelLinear):
+        if loader is not linear.QKVParallelLinear.weight_loader_v2:
+            return None
+        kv_heads = layer.total_num_kv_heads
+        sizes = {
+            "q": layer.total_num_heads * layer.head_size,
+            "k": kv_heads * layer.head_size,
+            "v": kv_heads * layer.v_head_size,
+        }
+        return int(sum(sizes.values()) if shard is None else sizes[shard])
+    if isinstance(layer, linear.MergedColumnParallelLinear):
+        if loader is not linear.MergedColumnParallelLinear.weight_loader_v2:
+            return None
+        shards = range(len(layer.output_sizes)) if shard is None else shard if isinstance(shard, tuple) else (shard,)
+        return int(sum(layer.output_sizes[index] for index in shards))
+    return int(layer.output_size) if shard is None else None  # type: ignore[arg-type]
+
+
+def linear_shard_names(layer: torch.nn.Module, name: str, count: int) -> list[str]:
+    """The checkpoint's names of the projections that a linear of `count` shards fuses, their numbers if unknown."""
+    mapping = getattr(layer.quant_config, "packed_modules_mapping", None) or {}
+    names = mapping.get(name.rsplit(".", 1)[-1], [])
+    return list(names) if len(names) == count else [f"shard {index}" for index in range(count)]
+
+
 def unquantized_linear_method() -> Any:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -150,13 +183,15 @@ def expert_checkpoint_names(layer: torch.nn.Module) -> list[str]:
     return [name for name in names if name]
 
 
-def quark_excludes(config: Any, prefix: str) -> bool:
-    """Whether a QuarkConfig leaves the experts under prefix unquantised."""
+def quark_excludes(config: Any, prefix: str, *, experts: bool = True) -> bool:
+    """Whether a QuarkConfig leaves the experts under prefix, or a linear of that name, unquantised."""
     from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
 
     excluded = config.quant_config.get("exclude") or []
     return bool(
-        should_ignore_layer(prefix, ignore=excluded, fused_mapping=config.packed_modules_mapping, check_children=True)
+        should_ignore_layer(
+            prefix, ignore=excluded, fused_mapping=config.packed_modules_mapping, check_children=experts
+        )
     )
 
 

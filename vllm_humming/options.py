@@ -15,12 +15,14 @@ SECTION = "humming"
 class HummingOptions:
     """backend: which implementation runs the experts; "auto" is the kernels on an SM90 GPU, the reference on a CPU.
     online_format: what an unquantised checkpoint's experts are quantised to while loading. activation: what the experts
-    compute with; "auto" is FP8 where the checkpoint says so, else the model's own 16 bits.
+    compute with; "auto" is FP8 where the checkpoint says so, else the model's own 16 bits. linears: whose kernels run
+    FP4 linears outside the experts, vLLM's or this package's.
     """
 
     backend: str = field(default="auto", metadata={"choices": ("auto", "kernel", "reference")})
     online_format: str = field(default="mxfp4", metadata={"choices": ("mxfp4", "nvfp4")})
     activation: str = field(default="auto", metadata={"choices": ("auto", "16bit", "fp8")})
+    linears: str = field(default="vllm", metadata={"choices": ("vllm", "humming")})
 
     @classmethod
     def parse(cls, additional_config: Any) -> "HummingOptions":

@@ -17,14 +17,17 @@
 | qwen3-deepseek | Qwen3-MoE | as DeepSeek-V4: int8 codes and e8m0 scales, attention in block FP8 |
 | gpt-oss-mxfp4 | gpt-oss | `mxfp4`, 3-D tensors over all experts, interleaved gate/up rows, biases |
 | nemotron-h-modelopt | Nemotron-H | ModelOpt NVFP4, non-gated ReLU^2 experts |
+| qwen3-mxfp4-linears | Qwen3-MoE | as qwen3-mxfp4, and attention's linears in the same format |
+| qwen3-nvfp4-linears | Qwen3-MoE | as qwen3-nvfp4-w4a4, and attention's linears in the same format |
+| qwen3-modelopt-linears | Qwen3-MoE | as qwen3-modelopt, and attention's linears in the same format |
 | qwen3-bf16 | Qwen3-MoE | BF16, for quantisation to MXFP4 while loading |
 | qwen3-bf16-nvfp4 | Qwen3-MoE | the same files with the sizes and the twin of quantisation to NVFP4 |
 
-The twin of a checkpoint is the same model with every expert weight replaced by its dequantised value, in BF16 where
+The twin of a checkpoint is the same model with every quantised weight replaced by its dequantised value, in BF16 where
 that is exact and in FP32 else (NVFP4, whose global scale is any number): an engine that runs the format exactly gives
 the twin's logprobs up to rounding. With equal sizes and seed the qwen3 kinds of one weight format have the same twin
-(compressed-tensors NVFP4 but for the last bit, as it stores reciprocals), apart from qwen3-deepseek, whose attention is
-quantised, too.
+(compressed-tensors NVFP4 but for the last bit, as it stores reciprocals), apart from those whose attention is
+quantised, too: qwen3-deepseek, and the linears kinds, which share theirs in the same way.
 
 The weights are random, but the model is not: each token has one successor that the output layer is aligned to, so
 greedy decoding has a clear winner at every step, and each token carries the code of its experts in the first dimensions
@@ -66,6 +69,9 @@ _KINDS = {
     "qwen3-modelopt-fused": _Kind(Qwen3, STORAGES["modelopt-fused"]),
     "qwen3-quark": _Kind(Qwen3, STORAGES["quark"]),
     "qwen3-deepseek": _Kind(Qwen3, STORAGES["deepseek"]),
+    "qwen3-mxfp4-linears": _Kind(Qwen3, STORAGES["mxfp4-linears"]),
+    "qwen3-nvfp4-linears": _Kind(Qwen3, STORAGES["nvfp4-w4a4-linears"]),
+    "qwen3-modelopt-linears": _Kind(Qwen3, STORAGES["modelopt-linears"]),
     "gpt-oss-mxfp4": _Kind(GptOss, None),
     "nemotron-h-modelopt": _Kind(NemotronH, STORAGES["modelopt"]),
     "qwen3-bf16": _Kind(Qwen3, STORAGES["bf16"]),

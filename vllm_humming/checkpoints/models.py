@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,14 +114,17 @@ class Qwen3:
     def validate(self, group: int) -> None:
         """Raises ValueError naming the size that no such checkpoint can have. group: K that share a scale."""
         self.sizes.validate(group)
-        if self.storage is not None and self.storage.fp8_linears:
-            sizes = self.sizes
-            widths = {"hidden": sizes.hidden} | {
-                f"{name} * head_dim": getattr(sizes, name) * sizes.head_dim for name in ("heads", "kv_heads")
-            }
-            for name, width in widths.items():
-                if width % FP8_BLOCK:
-                    raise ValueError(f"{name} is {width}, block FP8 needs a multiple of {FP8_BLOCK}")
+        if self.storage is None or self.storage.linears is None:
+            return
+        sizes, fp8 = self.sizes, self.storage.linears is block_fp8
+        widths = {"hidden": sizes.hidden} | {
+            f"{name} * head_dim": getattr(sizes, name) * sizes.head_dim for name in ("heads", "kv_heads")
+        }
+        for name, width in widths.items():
+            if fp8 and width % FP8_BLOCK:
+                raise ValueError(f"{name} is {width}, block FP8 needs a multiple of {FP8_BLOCK}")
+            if name == "heads * head_dim" and width % group:
+                raise ValueError(f"{name} is {width}, expected a multiple of {group}")
 
     def quantization(self) -> dict[str, Any]:
         """The quantization_config, or nothing for an unquantised checkpoint."""
@@ -129,10 +132,12 @@ class Qwen3:
         return self.storage.config(self.sizes.layers, self.unquantized_modules())
 
     def unquantized_modules(self) -> list[str]:
+        assert self.storage is not None
         modules = ["lm_head"]
         for layer in range(self.sizes.layers):
             prefix = f"{self.layers_prefix}.{layer}"
-            modules += [f"{prefix}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+            if self.storage.linears is None:
+                modules += [f"{prefix}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
             modules.append(f"{prefix}.mlp.gate")
         return modules
 
@@ -160,8 +165,8 @@ class Qwen3:
             router = _bf16(self.router(layer, gate, random))
             experts, twin = self.experts(layer, random)
             stored = attention
-            if self.storage is not None and self.storage.fp8_linears:
-                stored, attention = _with_fp8_linears(attention)
+            if self.storage is not None and self.storage.linears is not None:
+                stored, attention = _with_quantised_linears(attention, self.storage.linears)
             yield layer + 1, stored | router | experts, attention | router | twin
 
     def attention(self, layer: int, random: Random) -> Tensors:
@@ -353,13 +358,15 @@ def _projections(prefix: str, sizes: Sizes, random: Random, *, bias: bool = Fals
     return tensors
 
 
-def _with_fp8_linears(attention: Tensors) -> tuple[Tensors, Tensors]:
-    """Attention tensors with their projections in block FP8, and the same dequantised."""
+def _with_quantised_linears(
+    attention: Tensors, quantise: Callable[[Tensor], tuple[Tensors, Tensor]]
+) -> tuple[Tensors, Tensors]:
+    """Attention tensors with their projections quantised, and the same dequantised."""
     stored: Tensors = {}
     dense: Tensors = {}
     for name, tensor in attention.items():
         if name.endswith("_proj.weight"):
-            parts, dense[name] = block_fp8(tensor)
+            parts, dense[name] = quantise(tensor)
             stored |= {f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()}
         else:
             stored[name] = dense[name] = tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Storage:
     weight_format: None for a BF16 checkpoint. tensors(weight [N, K]): suffix -> tensor, and the dense weight.
     config(layers, modules): quantization_config, where modules name the linears and routers of the model that are not
     quantised. in_config: whether that lies in config.json; otherwise in hf_quant_config.json. fused: one 3-D tensor
-    over all experts, gate and up joined. fp8_linears: attention in block FP8 with e8m0 scales.
+    over all experts, gate and up joined. linears: as tensors, for attention's projections; None: those are BF16.
     """
 
     weight_format: WeightFormat | None
@@ -38,7 +38,7 @@ class Storage:
     config: Callable[[int, list[str]], dict[str, Any]]
     in_config: bool = True
     fused: bool = False
-    fp8_linears: bool = False
+    linears: Callable[[Tensor], tuple[Tensors, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _deepseek_config(layers: int, modules: list[str]) -> dict[str, Any]:
         "fmt": "e4m3",
         "scale_fmt": "ue8m0",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "ignored_layers": [name for name in modules if ".self_attn." not in name],
+        "ignored_layers": modules,
     }
 
 
@@ -298,9 +298,14 @@ STORAGES = {
     "modelopt-mixed": Storage(NVFP4, _modelopt, _modelopt_mixed),
     "modelopt-fused": Storage(NVFP4, _modelopt_fused, _modelopt_new, fused=True),
     "quark": Storage(MXFP4, _quark, _quark_config),
-    "deepseek": Storage(MXFP4, _deepseek, _deepseek_config, fp8_linears=True),
+    "deepseek": Storage(MXFP4, _deepseek, _deepseek_config, linears=block_fp8),
     "bf16": Storage(None, _bf16(MXFP4), _no_config),
     "bf16-nvfp4": Storage(None, _bf16(NVFP4), _no_config),
+}
+# Attention in the experts' format.
+STORAGES |= {
+    f"{name}-linears": replace(STORAGES[name], linears=STORAGES[name].tensors)
+    for name in ("mxfp4", "nvfp4-w4a4", "modelopt")
 }
 
 

@@ -7,14 +7,14 @@ expert parallelism, and data parallelism over vLLM's all-gather/reduce-scatter b
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 import vllm_humming.ops  # noqa: F401  (defines the ops)
-from vllm_humming import __version__, compat, hardware
+from vllm_humming import compat, hardware
 from vllm_humming.moe import packing, reference, schedule
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.codes import CHUNK_K
@@ -25,6 +25,7 @@ from vllm_humming.options import HummingOptions
 from vllm_humming.quant_methods import dummy
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
 from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
+from vllm_humming.quant_methods.tally import Tally
 
 logger = compat.logger(__name__)
 
@@ -37,21 +38,7 @@ _PLACEHOLDER_DTYPES = {
 # vLLM's loaders of fused checkpoints treat a scale like its weight where it says "block".
 _PLACEHOLDER_LAYOUTS = {"scales": "block", "global": "tensor", "unused": "tensor"}
 
-
-class _Tally:
-    """Counts the layers of the model being loaded, so that one line after loading can tell how many run here."""
-
-    names: ClassVar[set[str]] = set()
-    labels: ClassVar[set[str]] = set()
-    ready = 0
-
-    @classmethod
-    def add(cls, name: str, label: str) -> None:
-        # Another model: the last one is complete, or loading it failed and this process tries again.
-        if name in cls.names or cls.ready == len(cls.names):
-            cls.names, cls.labels, cls.ready = set(), set(), 0
-        cls.names.add(name)
-        cls.labels.add(label)
+_TALLY = Tally("MoE layer", "experts")
 
 
 class HummingMoEMethod(FusedMoEMethodBase):
@@ -80,7 +67,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 "dynamic FP8 (a scale a token and 128 channels)" if fp8 else "16-bit",
                 scheme.stated,
             )
-        _Tally.add(layer_name, self.label)
+        _TALLY.add(layer_name, self.label)
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -368,17 +355,9 @@ class HummingMoEMethod(FusedMoEMethodBase):
             )
 
     def _report(self) -> None:
-        _Tally.ready += 1
         logger.debug("%s: %s experts, %s path", self.layer_name, self.label, self.backend)
-        if _Tally.ready == len(_Tally.names):
-            logger.info(
-                "vllm-humming %s: %d MoE layer%s run through vllm_humming (%s experts, %s path)",
-                __version__,
-                _Tally.ready,
-                "" if _Tally.ready == 1 else "s",
-                " and ".join(sorted(_Tally.labels)),
-                self.backend,
-            )
+        if line := _TALLY.done(self.backend):
+            logger.info(line)
 
 
 def packed_of(layer: nn.Module, weight_format: WeightFormat) -> dict[Projection, PackedProjection]:

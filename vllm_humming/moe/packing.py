@@ -103,6 +103,7 @@ def pack_expert(
     dtype: torch.dtype,
     layer: str,
     tensor: str = "weight",
+    where: str | None = None,
 ) -> Rounding:
     """Packs one expert's projection into dst, in place, padding included; returns what that took from its weights.
 
@@ -110,11 +111,11 @@ def pack_expert(
     bias: [N] or None, as dst has it. global_scale: fp32, one value or [N] in the rows' order, for formats that have
     one. N and K may be smaller than dst's padded sizes.
     gate_up: row order of a gated checkpoint tensor, "packed" [gate; up] or "interleaved" (gate0, up0, gate1, ...).
-    dtype: the activations' dtype, bfloat16 or float16. layer and tensor name the source in errors.
+    dtype: the activations' dtype, bfloat16 or float16. Errors start with where; None: layer, expert and tensor.
     Raises ValueError, and leaves dst as it was, for a wrong shape or dtype, scales that are NaN, negative or no value
     of the format, a global scale that is not positive and finite, and scales that the dtype does not hold exactly.
     """
-    where = f"{layer}: expert {expert}: {tensor}"
+    where = where or f"{layer}: expert {expert}: {tensor}"
     fmt, window = dst.weight_format, window_of(dtype)
     blocks, chunks = dst.packed.shape[1:3]
     rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K

@@ -2,9 +2,9 @@
 """HummingConfig, registered as "humming", and the shadow classes that carry out its decision.
 
 For a quantised checkpoint HummingConfig.from_config returns a shadow: a subclass of vLLM's own config class for that
-format which changes the experts' method and nothing else. Linears, KV cache, ignore lists, name mappers and every
-isinstance check in vLLM go on as they are. Config objects travel to the workers by pickle, so a shadow class is found
-by its qualified name: this module makes it on demand (see __getattr__).
+format which changes the experts' method and, by option, that of FP4 linears, and nothing else. Other linears, KV
+cache, ignore lists, name mappers and every isinstance check in vLLM go on as they are. Config objects travel to the
+workers by pickle, so a shadow class is found by its qualified name: this module makes it on demand (see __getattr__).
 """
 
 from typing import Any
@@ -88,7 +88,7 @@ class HummingConfig(_Served, QuantizationConfig):
 
 
 class ShadowMixin(_Served):
-    """Comes before vLLM's config class in a shadow's bases; the experts' method is all it takes over."""
+    """Comes before vLLM's config class in a shadow's bases; takes over the methods of FP4 experts and FP4 linears."""
 
     checkpoint_format: CheckpointFormat
 
@@ -99,14 +99,25 @@ class ShadowMixin(_Served):
             if scheme is not None:
                 return _moe_method(layer, scheme, prefix)
             logger.info("%s: this checkpoint stores these experts not as FP4; vLLM's own method runs them", prefix)
+        elif compat.is_linear(layer) and HummingOptions.current().linears == "humming":
+            scheme = self.checkpoint_format.linear_scheme(self, layer, prefix)
+            if scheme is not None and scheme.activation == "16bit":
+                return _linear_method(scheme, prefix)
+            if scheme is not None:
+                logger.info_once(
+                    "%s linears with FP8 activations (%s) stay vLLM's; vllm-humming has 16-bit activations for linears",
+                    scheme.weight_format.label,
+                    scheme.stated,
+                )
         try:
             method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
         except ValueError as error:
             if compat.is_linear(layer) and compat.platform().kind != "cuda":
                 raise ValueError(
                     f"{prefix}: vLLM itself runs the quantised linear layers of a {self.checkpoint_format.label} "
-                    f"checkpoint, and refuses this one without a GPU: {error} Checkpoints that quantise the experts "
-                    "alone (the rest under their ignore list) run here"
+                    f"checkpoint, and refuses this one without a GPU: {error} FP4 ones with 16-bit activations run "
+                    "here with the option linears set to 'humming', and so do checkpoints that quantise the experts "
+                    "alone (the rest under their ignore list)"
                 ) from error
             raise
         return method
@@ -133,3 +144,9 @@ def _moe_method(layer: torch.nn.Module, scheme: ExpertScheme, prefix: str) -> Qu
     from vllm_humming.moe.method import HummingMoEMethod
 
     return HummingMoEMethod(layer.moe_config, scheme, HummingOptions.current(), prefix)
+
+
+def _linear_method(scheme: ExpertScheme, prefix: str) -> QuantizeMethodBase:
+    from vllm_humming.quant_methods.linear import HummingLinearMethod
+
+    return HummingLinearMethod(scheme, HummingOptions.current(), prefix)

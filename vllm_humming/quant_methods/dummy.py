@@ -30,39 +30,43 @@ _SPREAD = 4  # raw scale bytes, from that of _STEP up
 def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, dtype: torch.dtype) -> None:
     """Overwrites a layer's packed parameters with random legal weights, the same on every run."""
     for projection in PROJECTIONS:
-        destination = packed[projection]
-        device = destination.packed.device
         gated = projection == "w13" and shape.gated
-        fmt = destination.weight_format
-        # Formats with a global scale have group scales from 1 up.
-        lowest = fmt.one if fmt.has_global else fmt.one + round(math.log2(_STEP))
-        global_scale = torch.full((), _STEP, dtype=torch.float32, device=device) if fmt.has_global else None
         k = shape.hidden if projection == "w13" else shape.shard
         rows = shape.shard * (2 if gated else 1) if projection == "w13" else shape.hidden
-        generator = torch.Generator(device=device)
-        generator.manual_seed(_SEED)
-        templates = min(_TEMPLATES, shape.num_experts)
-        for expert in range(shape.num_experts):
-            if expert >= templates:
-                for tensor in destination.tensors:
-                    if tensor is not None:
-                        tensor[expert].copy_(tensor[expert % templates])
-                continue
-            codes = torch.empty((rows, k // 2), dtype=torch.uint8, device=device).random_(0, 256, generator=generator)
-            scales = torch.empty((rows, k // fmt.group_k), dtype=torch.uint8, device=device)
-            scales.random_(lowest, lowest + _SPREAD, generator=generator)
-            bias = torch.zeros(rows, device=device) if shape.has_bias else None
-            pack_expert(
-                destination,
-                expert,
-                codes,
-                scales,
-                bias,
-                global_scale=global_scale,
-                gated=gated,
-                dtype=dtype,
-                layer="dummy weights",
-            )
+        fill_dummy_projection(packed[projection], rows, k, gated=gated, dtype=dtype)
+
+
+def fill_dummy_projection(destination: PackedProjection, rows: int, k: int, *, gated: bool, dtype: torch.dtype) -> None:
+    """The same for one projection [E, rows, k] before padding; a bias becomes zero."""
+    device, fmt = destination.packed.device, destination.weight_format
+    # Formats with a global scale have group scales from 1 up.
+    lowest = fmt.one if fmt.has_global else fmt.one + round(math.log2(_STEP))
+    global_scale = torch.full((), _STEP, dtype=torch.float32, device=device) if fmt.has_global else None
+    generator = torch.Generator(device=device)
+    generator.manual_seed(_SEED)
+    num_experts = destination.packed.shape[0]
+    templates = min(_TEMPLATES, num_experts)
+    for expert in range(num_experts):
+        if expert >= templates:
+            for tensor in destination.tensors:
+                if tensor is not None:
+                    tensor[expert].copy_(tensor[expert % templates])
+            continue
+        codes = torch.empty((rows, k // 2), dtype=torch.uint8, device=device).random_(0, 256, generator=generator)
+        scales = torch.empty((rows, k // fmt.group_k), dtype=torch.uint8, device=device)
+        scales.random_(lowest, lowest + _SPREAD, generator=generator)
+        bias = None if destination.bias is None else torch.zeros(rows, device=device)
+        pack_expert(
+            destination,
+            expert,
+            codes,
+            scales,
+            bias,
+            global_scale=global_scale,
+            gated=gated,
+            dtype=dtype,
+            layer="dummy weights",
+        )
 
 
 def was_written(packed: dict[Projection, PackedProjection]) -> bool:

@@ -13,6 +13,10 @@ from vllm_humming.quant_methods import schemes
 from vllm_humming.quant_methods.schemes import ExpertScheme
 
 
+def _no_fp4_linears(config: Any, layer: torch.nn.Module, prefix: str) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class CheckpointFormat:
     """One kind of quantised checkpoint.
@@ -21,6 +25,7 @@ class CheckpointFormat:
     config class handles everything but the experts. matches(quantization_config): whether it describes this format.
     expert_scheme(config, layer, prefix): how the experts of one MoE layer are stored, None when vLLM's own method is to
     handle them (experts not stored as FP4); raises ValueError for FP4 experts stored in a way the plugin does not know.
+    linear_scheme: the same for one linear; None for every linear that is stored otherwise or not quantised.
     """
 
     key: str
@@ -28,6 +33,7 @@ class CheckpointFormat:
     base: str
     matches: Callable[[dict[str, Any]], bool]
     expert_scheme: Callable[[Any, torch.nn.Module, str], ExpertScheme | None]
+    linear_scheme: Callable[[Any, torch.nn.Module, str], ExpertScheme | None] = _no_fp4_linears
 
 
 def resolve(quantization_config: dict[str, Any]) -> CheckpointFormat:
@@ -109,6 +115,17 @@ def _ct_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> Exper
     return _ct_with_activation(scheme, found[0].get("input_activations"))
 
 
+def _ct_linear_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if getattr(config, "transform_config", None):  # vLLM rotates inputs and outputs of such linears
+        return None
+    found = config.get_scheme_dict(layer, prefix)
+    if found is None:
+        return None
+    weights = _plain(found.get("weights"), "num_bits", "type", "group_size")
+    scheme = _ct_scheme(found.get("format"), weights)
+    return None if scheme is None else _ct_with_activation(scheme, found.get("input_activations"))
+
+
 def _plain(arguments: Any, *names: str) -> dict[str, Any]:
     """Fields of compressed-tensors' QuantizationArgs, enumerations as their strings."""
     values = {name: getattr(arguments, name, None) for name in names}
@@ -180,7 +197,15 @@ def _modelopt_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) ->
     return _modelopt_scheme(config.group_size, getattr(config, "quant_method", "NVFP4"), prefix)
 
 
-def _modelopt_mixed_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+def _modelopt_linear_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    # Older checkpoints do not list their vision towers as excluded; vLLM knows them by name.
+    if any(name in prefix for name in ("vision_tower", "vision_model", "vit_large_projector")):
+        return None
+    return _modelopt_expert_scheme(config, layer, prefix)
+
+
+def _modelopt_mixed_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    """Of experts and of linears."""
     if config.is_layer_excluded(prefix):
         return None
     algorithm = config._resolve_quant_algo(prefix)
@@ -219,6 +244,15 @@ def _quark_expert_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> Ex
     weight = _quark_entry(group, "weight")
     if not _is_quark_mxfp4(weight):
         raise ValueError(f"{prefix}: vllm-humming loads Quark experts whose weight is {_QUARK_MXFP4}, found {weight}")
+    return _quark_with_activation(schemes.QUARK_MXFP4, _quark_entry(group, "input_tensors"))
+
+
+def _quark_linear_scheme(config: Any, layer: torch.nn.Module, prefix: str) -> ExpertScheme | None:
+    if compat.quark_excludes(config, prefix, experts=False):
+        return None
+    group = config._find_matched_config(prefix, layer)
+    if not _is_quark_mxfp4(_quark_entry(group, "weight")):
+        return None
     return _quark_with_activation(schemes.QUARK_MXFP4, _quark_entry(group, "input_tensors"))
 
 
@@ -274,16 +308,25 @@ FORMATS = (
         "compressed-tensors",
         _ct_matches,
         _ct_expert_scheme,
+        _ct_linear_scheme,
     ),
-    CheckpointFormat("modelopt_fp4", "ModelOpt NVFP4", "modelopt_fp4", _modelopt_matches, _modelopt_expert_scheme),
+    CheckpointFormat(
+        "modelopt_fp4",
+        "ModelOpt NVFP4",
+        "modelopt_fp4",
+        _modelopt_matches,
+        _modelopt_expert_scheme,
+        _modelopt_linear_scheme,
+    ),
     CheckpointFormat(
         "modelopt_mixed",
         "ModelOpt mixed precision",
         "modelopt_mixed",
         _modelopt_mixed_matches,
-        _modelopt_mixed_expert_scheme,
+        _modelopt_mixed_scheme,
+        _modelopt_mixed_scheme,
     ),
-    CheckpointFormat("quark", "Quark MXFP4", "quark", _quark_matches, _quark_expert_scheme),
+    CheckpointFormat("quark", "Quark MXFP4", "quark", _quark_matches, _quark_expert_scheme, _quark_linear_scheme),
     CheckpointFormat("gpt_oss_mxfp4", "gpt-oss mxfp4", "gpt_oss_mxfp4", _gpt_oss_matches, _gpt_oss_expert_scheme),
     CheckpointFormat(
         "deepseek_v4_fp8",

@@ -20,16 +20,13 @@ from torch import Tensor
 from vllm_humming.moe.fp8 import Rounding
 from vllm_humming.moe.packing import PackedProjection, pack_expert
 from vllm_humming.moe.quantize import nvfp4_global_scale, quantize
-from vllm_humming.moe.scales import check_global_scale
+from vllm_humming.quant_methods import checks
 from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
 
 Projection = Literal["w13", "w2"]
 PROJECTIONS: tuple[Projection, ...] = ("w13", "w2")
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = {"codes": (torch.uint8, torch.int8), "dense": _FLOATS, "bias": _FLOATS, "global": _FLOATS}
 _GPT_OSS_SHARDS = ("gpt_oss_w13", "gpt_oss_w2")  # vLLM 0.33: one expert of a gpt-oss checkpoint, not sliced
-_LISTED = 8  # missing tensors named in one error
 
 
 @dataclass(frozen=True)
@@ -143,13 +140,7 @@ class ExpertLoader:
                     arrived = self._staged.get((projection, expert), {})
                     parts = [part for part in self._expected(projection, arrived) if part not in arrived]
                     missing += dict.fromkeys(f"expert {expert} {part.shard}_{self._name(part.kind)}" for part in parts)
-        if missing:
-            rest = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-            count = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors"
-            raise ValueError(
-                f"{self.layer}: the checkpoint lacks {count} of this rank's experts (local ids): "
-                f"{', '.join(missing[:_LISTED])}{rest}. Check that every file of the checkpoint is there and complete"
-            )
+        checks.check_nothing_missing(self.layer, missing, "this rank's experts (local ids)")
 
     def _name(self, kind: TensorKind) -> str:
         return self._names.get(kind) or self._names["dense"]
@@ -193,7 +184,7 @@ class ExpertLoader:
 
     def _per_element(self, kind: TensorKind) -> int:
         """Elements of K that one stored element covers."""
-        return {"codes": 2, "scales": self.format.group_k, "dense": 1}[kind]
+        return checks.per_element(kind, self.format)
 
     def _check(self, expert: int, part: _Part, tensor: Tensor, expected: tuple[int, ...]) -> None:
         where = self._where(expert, part)
@@ -202,11 +193,9 @@ class ExpertLoader:
             if tensor.numel() != 1 and not (both and tuple(tensor.shape) == (2,)):
                 found = tuple(tensor.shape)
                 raise ValueError(f"{where} must be one value{' or (gate, up)' if both else ''}, found shape {found}")
-        elif tuple(tensor.shape) != expected:
-            raise ValueError(f"{where} must have shape {expected}, found {tuple(tensor.shape)}")
-        dtypes = _DTYPES.get(part.kind, self.format.scale_dtypes)
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{where} must be {' or '.join(str(dtype) for dtype in dtypes)}, found {tensor.dtype}")
+        else:
+            checks.check_shape(where, tensor, expected)
+        checks.check_dtype(where, part.kind, tensor, self.format)
 
     def _slice(self, projection: Projection, expert: int, part: _Part, tensor: Tensor) -> Tensor:
         """This rank's share of a whole checkpoint tensor."""
@@ -286,8 +275,8 @@ class ExpertLoader:
 
         codes, scales = joined("codes"), joined("scales")
         bias = joined("bias").float() if self.shape.has_bias else None
-        if bias is not None and not bool(bias.isfinite().all()):
-            raise ValueError(f"{self.layer}: expert {expert}: {projection}_{self._name('bias')} holds NaN or infinity")
+        if bias is not None:
+            checks.check_bias(f"{self.layer}: expert {expert}: {projection}_{self._name('bias')}", bias)
         global_scale = None
         if self.format.has_global:
             values = [self._global_values(expert, shard, staged).to(device) for shard in shards]
@@ -314,9 +303,8 @@ class ExpertLoader:
     def _global_values(self, expert: int, shard: str, staged: dict[_Part, Tensor]) -> Tensor:
         """The fp32 factors of one checkpoint tensor, [1] or, for gate and up in one, [2]."""
         part = _Part(shard, "global")
-        value = staged[part].float().reshape(-1)
-        check_global_scale(self._where(expert, part), value)
-        return value.reciprocal() if self.scheme.reciprocal_global else value
+        reciprocal = self.scheme.reciprocal_global
+        return checks.global_factors(self._where(expert, part), staged[part], reciprocal=reciprocal)
 
     def _row_globals(self, values: Tensor, rows: int) -> Tensor:
         """Factors of a projection [1] or (gate, up) [2] -> one for each of its rows, in the checkpoint's order."""

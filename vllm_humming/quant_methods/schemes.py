@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How checkpoints store the experts of one MoE layer: which tensors there are and what each holds."""
+"""How checkpoints store the experts of one MoE layer, or a linear: which tensors there are and what each holds."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_humming.moe.weight_formats import FOR_FP8, MXFP4, NVFP4, WeightFormat
 
-# global: one fp32 value an expert and projection. dense: quantised while loading. unused: read and dropped (the scales
-# of activations, which stay 16 bits wide or get scales of their own).
+# global: one fp32 value an expert and projection, or a linear. dense: quantised while loading. unused: read and
+# dropped (the scales of activations, which stay 16 bits wide or get scales of their own).
 TensorKind = Literal["codes", "scales", "global", "bias", "dense", "unused"]
 
 
 @dataclass(frozen=True)
 class ExpertScheme:
-    """How a checkpoint stores its experts.
+    """How a checkpoint stores its experts, or a linear of the same format.
 
     tensors: parameter suffix (as vLLM's loaders spell it, so that w13_ and w2_ may be put before it) -> what that
     tensor holds. reciprocal_global: a weight is code * scale / global, not code * scale * global. activation: what its
