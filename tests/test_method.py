@@ -312,7 +312,6 @@ def method_for(moe, online="mxfp4"):
     ("changes", "message"),
     [
         ({"is_lora_enabled": True}, "LoRA on experts"),
-        ({"parallel": {"enable_eplb": True}}, "EPLB"),
         (
             {"parallel": {"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}},
             "all-to-all backend 'deepep_low_latency'.*allgather_reducescatter",

@@ -100,6 +100,11 @@ def uses_dummy_weights() -> bool:
     return str(getattr(current_config().load_config, "load_format", "")) == "dummy"
 
 
+def uses_elastic_ep() -> bool:
+    """Whether ranks may join or leave the running engine."""
+    return bool(getattr(current_config().parallel_config, "enable_elastic_ep", False))
+
+
 def hf_text_config() -> Any:
     """The served model's text config, or None outside an engine."""
     model_config = getattr(current_config(), "model_config", None)
@@ -174,6 +179,18 @@ def fp8_excludes(config: Any, prefix: str) -> bool:
 def local_expert(layer: torch.nn.Module, expert: int) -> int:
     """The local slot of a global expert id, -1 when the expert lives on another rank."""
     return int(layer._map_global_expert_id_to_local_expert_id(expert))  # type: ignore[operator]
+
+
+def replica_slots(layer: torch.nn.Module, expert: int) -> tuple[int, ...]:
+    """The local slots of every copy of a checkpoint's expert, () when they all live on other ranks.
+
+    Expert load balancing adds redundant copies; the ids of vLLM's layers are then those of physical experts, logical
+    ones first, then the copies.
+    """
+    moe = layer.moe_config
+    logical, physical = int(moe.num_logical_experts), int(moe.num_experts)  # type: ignore[union-attr, arg-type]
+    slots = (local_expert(layer, copy) for copy in range(expert, physical, logical))
+    return tuple(slot for slot in slots if slot >= 0)
 
 
 def all2all_backend(parallel: Any) -> str | None:

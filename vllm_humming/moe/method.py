@@ -57,8 +57,8 @@ class _Tally:
 class HummingMoEMethod(FusedMoEMethodBase):
     """Runs one MoE layer's FP4 experts, on 16-bit or FP8 activations.
 
-    moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts, EPLB,
-    all-to-all backends other than all-gather/reduce-scatter, a weight format that the kernels lack), ValueError for an
+    moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts,
+    all-to-all backends other than all-gather/reduce-scatter), ValueError for an
     activation, dtype or size that the kernels do not have and for FP8 activations that these weights do not run with,
     RuntimeError when the machine or the installation cannot run options.backend.
     """
@@ -81,6 +81,11 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 scheme.stated,
             )
         _Tally.add(layer_name, self.label)
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Every parameter that is left after loading has one contiguous row an expert, which vLLM may move in place."""
+        return True
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
@@ -111,6 +116,11 @@ class HummingMoEMethod(FusedMoEMethodBase):
         *_row_scale and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout. One more, a
         byte an expert, has the layout in its name: packed_for_bfloat16, packed_for_float16 or packed_for_e4m3.
         """
+        if compat.uses_elastic_ep():
+            raise NotImplementedError(
+                f"{self.layer_name}: --quantization humming does not run with elastic expert parallelism; leave out "
+                "--enable-elastic-ep (--enable-eplb runs)"
+            )
         dtype = self.moe.in_dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{self.layer_name}: activations must be bfloat16 or float16, found {dtype}; set --dtype")
@@ -291,8 +301,6 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 f"{name}: --quantization humming does not run with the all-to-all backend {backend!r}; "
                 "use --all2all-backend allgather_reducescatter"
             )
-        if moe.moe_parallel_config.enable_eplb:
-            raise NotImplementedError(f"{name}: --quantization humming does not run with EPLB; leave out --enable-eplb")
 
     def _add_placeholder(self, layer: nn.Module, projection: Projection, suffix: str, kind: TensorKind) -> None:
         name = f"{projection}_{suffix}"
@@ -322,15 +330,38 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 )
             if kind == "global" and loaded_weight.numel() > 1 and shard_id is not None:
                 return self._load_every_global(layer, projection, loaded_weight, shard_id, return_success)
-            if expert_id is not None:
-                expert_id = compat.local_expert(layer, expert_id)
-                if expert_id < 0:  # another rank's
-                    return False if return_success else None
-            self._loader.load(projection, kind, loaded_weight, shard_id, expert_id)
+            if expert_id is None:
+                self._loader.load(projection, kind, loaded_weight, shard_id, None)
+                return True if return_success else None
+            slots = self._load_expert(layer, projection, kind, loaded_weight, shard_id, expert_id)
+            if not slots:  # another rank's
+                return False if return_success else None
             return True if return_success else None
 
         load.supports_moe_loading = True  # type: ignore[attr-defined]
         return load
+
+    def _load_expert(
+        self,
+        layer: nn.Module,
+        projection: Projection,
+        kind: TensorKind,
+        tensor: Tensor,
+        shard: str | None,
+        expert: int,
+    ) -> tuple[int, ...]:
+        """Loads a tensor of one expert into all of its copies here; returns their slots.
+
+        Some of vLLM's loaders go through the physical experts, others through the logical ones or stop at the first
+        copy on this rank. A redundant copy's own turn therefore brings nothing new.
+        """
+        assert self._loader is not None
+        logical = int(layer.moe_config.num_logical_experts)  # type: ignore[union-attr, arg-type]
+        slots = compat.replica_slots(layer, expert % logical)
+        if expert < logical:
+            for slot in slots:
+                self._loader.load(projection, kind, tensor, shard, slot)
+        return slots
 
     def _load_every_global(
         self, layer: nn.Module, projection: Projection, stacked: Tensor, shard: str, return_success: bool
@@ -340,7 +371,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         Checkpoints that fuse all experts into one tensor come so. Raises ValueError for another shape.
         """
         assert self._loader is not None
-        experts = int(layer.global_num_experts)  # type: ignore[arg-type]
+        experts = int(layer.moe_config.num_logical_experts)  # type: ignore[union-attr, arg-type]
         columns = stacked.numel() // experts
         if stacked.shape[0] != experts or stacked.numel() not in (experts, 2 * experts if projection == "w13" else 0):
             wanted = f"({experts},) or ({experts}, 2)" if projection == "w13" else f"({experts},)"
@@ -350,9 +381,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
             )
         values = stacked.reshape(experts, columns)[:, columns - 1 if shard == "w3" else 0]
         for expert, value in enumerate(values):
-            local = compat.local_expert(layer, expert)
-            if local >= 0:
-                self._loader.load(projection, "global", value, shard, local)
+            self._load_expert(layer, projection, "global", value, shard, expert)
         return True if return_success else None
 
     def _report_rounding(self, rounding: Rounding) -> None:
