@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from packed_layout import DTYPES, E4M3, ORDERS, decode_e4m3_chunk, packed_row
+from plain_gemm import plain_gemm
 from test_reference import ACTIVATIONS, SILU, error, make_inputs, make_layer, run
 
 from vllm_humming.moe import fp8
@@ -322,7 +323,7 @@ def test_products_are_exact_where_their_sums_are():
     scales[:] = 127
     p, _ = pack(torch.nn.functional.pad(codes, (0, 16)), torch.nn.functional.pad(scales, (0, 1), value=127))
     out = torch.empty(9, 64, dtype=torch.float16)
-    torch.ops.vllm_humming.gemm_plain(x[:, :288].half(), p.packed, p.row_scale, None, out, 2, 0)
+    plain_gemm(x[:, :288].half(), p, out)
     want = x[:, :288].double() @ dequantize_mxfp4(codes, scales, torch.float64).T
     assert torch.equal(out, want.half())
 
@@ -335,7 +336,7 @@ def test_a_blocks_sum_is_scaled_on_its_own():
     codes[:, :64] = 0
     p, _ = pack(codes, torch.full((64, 8), 127, dtype=torch.uint8))
     out = torch.empty(1, 64, dtype=torch.bfloat16)
-    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out, 2, 0)
+    plain_gemm(x, p, out)
     assert torch.equal(out, torch.full_like(out, 128.0))
 
 
@@ -344,7 +345,7 @@ def test_identity_activations_return_the_weights(dtype):
     codes, scales = within_the_window(96, 160, seed=4)
     p, _ = pack(codes, scales)
     out = torch.empty(160, 96, dtype=dtype)
-    torch.ops.vllm_humming.gemm_plain(torch.eye(160, dtype=dtype), p.packed, p.row_scale, None, out, 2, 0)
+    plain_gemm(torch.eye(160, dtype=dtype), p, out)
     assert torch.equal(out.T, dequantize_mxfp4(codes, scales, torch.float64).to(dtype))
 
 

@@ -11,6 +11,7 @@ import packed_layout
 import pytest
 import torch
 from packed_layout import DTYPES, ORDERS, bits_to_float, packed_row
+from plain_gemm import plain_gemm
 
 import vllm_humming.ops  # noqa: F401  (defines the ops)
 from vllm_humming.moe import quantize
@@ -93,7 +94,7 @@ def test_identity_activations_return_the_weights(dtype):
     out = torch.empty(128, 64, dtype=dtype)
     for global_scale in (0.5, 0.37):
         p = pack(codes, scales, torch.tensor(global_scale), dtype=dtype)
-        torch.ops.vllm_humming.gemm_plain(torch.eye(128, dtype=dtype), p.packed, p.row_scale, None, out, 1, 0)
+        plain_gemm(torch.eye(128, dtype=dtype), p, out)
         values = [[e2m1(c) * e4m3(s) for c in range(16)] for s in range(256)]
         table = torch.tensor(values, dtype=torch.float64)
         nibbles = torch.stack([codes & 15, codes >> 4], -1).view(64, 128).long()
@@ -107,7 +108,7 @@ def test_float16_does_not_overflow_where_bfloat16_does_not():
     p = pack(codes, scales, torch.tensor(2.0**-10), dtype=torch.float16)
     out = torch.empty(1, 64, dtype=torch.float16)
     x = torch.ones(1, 128, dtype=torch.float16)
-    torch.ops.vllm_humming.gemm_plain(x, p.packed, p.row_scale, None, out, 1, 0)
+    plain_gemm(x, p, out)
     assert torch.equal(out, torch.full_like(out, 448 * 6 * 128 / 1024))
 
 

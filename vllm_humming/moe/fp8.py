@@ -134,12 +134,13 @@ def round_activations(x: Tensor) -> Tensor:
     return values.double() * scales.double().repeat_interleave(BLOCK_K, 1)[:, : x.shape[1]]
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """fp32 [M, N]: x [M, K], quantised here, times the transpose of e4m3 weights [N, K] (as float32).
+def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """fp32 [M, N]: x [M, K] times the transpose of e4m3 weights [N, K] (as float32).
 
-    Each block of 128 K is summed in fp32, multiplied by the token's scale of that block, and added in fp32.
+    scales: fp32 [M, ceil(K / 128)] where x is e4m3 already; otherwise x is quantised here. Each block of 128 K is
+    summed in fp32, multiplied by the token's scale of that block, and added in fp32.
     """
-    values, scales = quantize_activations(x)
+    values, scales = quantize_activations(x) if scales is None else (x.float(), scales)
     acc = torch.zeros((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     for block, scale in enumerate(scales.unbind(1)):
         k = slice(block * BLOCK_K, (block + 1) * BLOCK_K)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routed-experts layer in plain torch: the CPU path of the op, and a float64 oracle for tests.
+"""The operators in plain torch: the CPU path of the ops, and a float64 oracle of the layer for tests.
 
 Rounding points are those of docs/kernel-notes.md, section 1: fp32 accumulation, `h` and the weighted slot outputs
 rounded once to the activation dtype, the sum over top-k in fp32 and ascending, rounded once. On the FP8 path x and `h`
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm_humming.moe import fp8
-from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.codes import BLOCK_ROWS, CHUNK_K
+from vllm_humming.moe.layouts import GemmLayout, expert_rows
 from vllm_humming.moe.packing import PackedProjection, unpack_unscaled
 
 
@@ -52,34 +53,15 @@ def moe(
     that are negative, out of range or mapped to a negative expert contribute nothing. w13 and w2 are packed for
     x.dtype, in one weight format. Works on any device, one pass per active expert.
     """
-    act = Activation(activation)
+    act = partial(activate, activation=Activation(activation), alpha=alpha, beta=beta, limit=limit)
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
-    intermediate = w2.packed.shape[2] * CHUNK_K
     y = torch.zeros((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     slot_weights = topk_weights.reshape(-1).float()
     for expert, slots in _slots_by_expert(topk_ids, expert_map, w13.packed.shape[0]):
         weights = slot_weights[slots][:, None]
-        up, up_scale, up_bias = unpack_unscaled(
-            w13,
-            expert,
-            dtype=x.dtype,
-            k=hidden,
-            out_features=intermediate * (2 if act.gated else 1),
-            gated=act.gated,
-        )
-        h = _linear(x[slots // top_k], up, up_scale, w13)
-        if router_weight_on_input:
-            h.mul_(weights)
-        if up_bias is not None:
-            h.add_(up_bias)
-        h = activate(h, act, alpha, beta, limit)
-        down, down_scale, down_bias = unpack_unscaled(
-            w2, expert, dtype=x.dtype, k=intermediate, out_features=hidden, gated=False
-        )
-        slot_out = _linear(h if _fp8(w2) else h.to(x.dtype), down, down_scale, w2)
-        if down_bias is not None:
-            slot_out.add_(down_bias)
+        first = weights if router_weight_on_input else None
+        slot_out = _expert(x[slots // top_k], None, expert, w13, w2, act, hidden, x.dtype, first)
         if not router_weight_on_input:
             slot_out.mul_(weights)
         y[slots] = slot_out.to(x.dtype)
@@ -89,13 +71,60 @@ def moe(
     out.copy_(total)
 
 
-def gemm_plain(x: Tensor, weights: PackedProjection, out: Tensor) -> None:
-    """out [M, N] = x [M, K] @ W^T + bias for one packed, non-gated expert (weights has E = 1), rounded once."""
-    weight, scale, bias = unpack_unscaled(
-        weights, 0, dtype=x.dtype, k=x.shape[1], out_features=out.shape[1], gated=False
-    )
-    acc = _linear(x, weight, scale, weights)
-    out.copy_(acc if bias is None else acc.add_(bias))
+def moe_batched(
+    x: Tensor,
+    x_scale: Tensor | None,
+    counts: Tensor,
+    w13: PackedProjection,
+    w2: PackedProjection,
+    out: Tensor,
+    *,
+    activation: int,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float = math.inf,
+) -> None:
+    """Writes each expert's layer of its first counts[e] rows of x [E, max, H] to out [E, max, H]; other rows stay.
+
+    x: out's dtype (bf16 or fp16); for the FP8 format any of the two, or e4m3 with x_scale fp32 [E, max, ceil(H / 128)].
+    counts int32 [E]. No router weights, no sum over experts. Raises ValueError for counts outside 0..max.
+    """
+    act = partial(activate, activation=Activation(activation), alpha=alpha, beta=beta, limit=limit)
+    experts, most, hidden = x.shape
+    tokens, scales, result = _rows(x), None if x_scale is None else _rows(x_scale), out.view(-1, hidden)
+    for expert, at in expert_rows(GemmLayout.MASKED, counts, experts, experts * most, most):
+        scale = None if scales is None else scales[at]
+        result[at] = _expert(tokens[at], scale, expert, w13, w2, act, hidden, out.dtype).to(out.dtype)
+
+
+def grouped_gemm(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weights: PackedProjection,
+    groups: Tensor | None,
+    rows: Tensor | None,
+    out: Tensor,
+    layout: GemmLayout,
+) -> None:
+    """Writes x times each row's expert, plus bias, to out, rounded once; rows of no expert stay.
+
+    Shapes: GemmLayout. x as in moe_batched. weights in natural row order, packed for out.dtype. Raises ValueError for
+    groups that expert_rows refuses and rows outside x.
+    """
+    most = out.shape[1] if layout is GemmLayout.MASKED else 0
+    tokens, scales, result = _rows(x), None if x_scale is None else _rows(x_scale), _rows(out)
+    for expert, at in expert_rows(layout, groups, weights.packed.shape[0], result.shape[0], most):
+        source: slice | Tensor = at
+        if rows is not None:
+            source = rows[at].long()
+            if bool(((source < 0) | (source >= tokens.shape[0])).any()):
+                raise ValueError(f"rows must be in 0..{tokens.shape[0] - 1}, found {rows[at].tolist()}")
+        weight, row_scale, bias = unpack_unscaled(
+            weights, expert, dtype=out.dtype, k=x.shape[-1], out_features=out.shape[-1], gated=False
+        )
+        scale = None if scales is None else scales[source]
+        acc = _linear(tokens[source], weight, row_scale, weights, scale)
+        result[at] = (acc if bias is None else acc.add_(bias)).to(out.dtype)
 
 
 def oracle_moe(
@@ -162,9 +191,46 @@ def _fp8(weights: PackedProjection) -> bool:
     return weights.weight_format.path == "w4a8"
 
 
-def _linear(x: Tensor, weight: Tensor, row_scale: Tensor, packed: PackedProjection) -> Tensor:
-    """fp32 [M, N]: x [M, K] times one expert of `packed`, as unpack_unscaled gives it."""
-    product = fp8.linear(x, weight) if _fp8(packed) else x.float() @ weight.T
+def _rows(t: Tensor) -> Tensor:
+    """[.., rows, columns] -> [rows in all, columns]."""
+    return t.flatten(0, -2)
+
+
+def _expert(
+    x: Tensor,
+    x_scale: Tensor | None,
+    expert: int,
+    w13: PackedProjection,
+    w2: PackedProjection,
+    act: Callable[[Tensor], Tensor],
+    hidden: int,
+    dtype: torch.dtype,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """fp32 [M, H]: both projections of one expert on x [M, H], h rounded to dtype; weights [M, 1]: of the rows of x."""
+    intermediate = w2.packed.shape[2] * CHUNK_K
+    rows = w13.packed.shape[1] * BLOCK_ROWS
+    up, up_scale, up_bias = unpack_unscaled(
+        w13, expert, dtype=dtype, k=hidden, out_features=rows, gated=rows != intermediate
+    )
+    h = _linear(x, up, up_scale, w13, x_scale)
+    if weights is not None:
+        h.mul_(weights)
+    if up_bias is not None:
+        h.add_(up_bias)
+    h = act(h)
+    down, down_scale, down_bias = unpack_unscaled(
+        w2, expert, dtype=dtype, k=intermediate, out_features=hidden, gated=False
+    )
+    y = _linear(h if _fp8(w2) else h.to(dtype), down, down_scale, w2)
+    return y if down_bias is None else y.add_(down_bias)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, row_scale: Tensor, packed: PackedProjection, x_scale: Tensor | None = None
+) -> Tensor:
+    """fp32 [M, N]: x [M, K] times one expert of `packed`, as unpack_unscaled gives it; x_scale where x is e4m3."""
+    product = fp8.linear(x, weight, x_scale) if _fp8(packed) else x.float() @ weight.T
     return product.mul_(row_scale)
 
 
