@@ -97,7 +97,11 @@ def rearrange(layer: Any, before: list[int], after: list[int]) -> None:
 def run_rank(rank: int, ranks: int, port: int, case: str) -> None:
     import torch.distributed as dist
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import destroy_distributed_environment, init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     parallel = {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
     options = {"additional": {"humming": CASES[case][2]}, "eplb": True} | parallel

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from eplb import AFTER, BEFORE, CASES, SIZES, build_case, experts_of, load_by_mapping, physical_ids, rearrange
+from eplb import (
+    AFTER,
+    BEFORE,
+    CASES,
+    REDUNDANT,
+    SIZES,
+    build_case,
+    experts_of,
+    load_by_mapping,
+    physical_ids,
+    rearrange,
+)
 from layers import apply, engine, finish, load_one, relative_error, routing
 from test_method import oracle
 
@@ -17,7 +28,7 @@ def under(case):
     return engine(additional={"humming": CASES[case][2]}, eplb=True)
 
 
-def ready(case, redundant=len(BEFORE) - SIZES.experts):
+def ready(case, redundant=REDUNDANT):
     layer = build_case(case, redundant)
     load_by_mapping(layer, experts_of(case))
     finish(layer)
@@ -134,5 +145,7 @@ def test_two_ranks_exchange_experts(case):
 def test_elastic_expert_parallelism_is_refused_by_layer():
     with engine() as config:
         config.parallel_config.enable_elastic_ep = True
-        with pytest.raises(NotImplementedError, match=r"mlp\.experts: .*elastic expert parallelism.*--enable-eplb runs"):
+        with pytest.raises(
+            NotImplementedError, match=r"mlp\.experts: .*elastic expert parallelism.*--enable-eplb runs"
+        ):
             build_case("mxfp4", 0)

@@ -67,7 +67,7 @@ def unpacked(tensors, expert, rows, k, gated):
 
 def check_layer(layer, experts, *, interleaved=False):
     """Every expert's packed weights and biases equal the checkpoint's, bit for bit."""
-    from vllm_humming.moe.method import packed_of
+    from vllm_humming.moe.experts import packed_of
 
     packed = packed_of(layer, layer.quant_method.weight_format)
     for projection in ("w13", "w2"):

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+# All-to-all backends that bring tokens to the experts, and those of them that lay tokens out by expert.
+BATCHED_BACKENDS = ("deepep_low_latency", "nixl_ep")
+MODULAR_BACKENDS = ("deepep_high_throughput", "deepep_v2", *BATCHED_BACKENDS)
+
 SUPPORTED = ((0, 26), (0, 34))  # first supported, first unsupported
 
 
@@ -198,6 +202,19 @@ def all2all_backend(parallel: Any) -> str | None:
     if getattr(parallel, "use_passthrough_all2all", False):  # 0.33 on: the experts would dispatch themselves
         return "passthrough"
     return str(parallel.all2all_backend) if parallel.use_all2all_kernels else None
+
+
+def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:
+    """vLLM's dispatch and combine of the configured all-to-all backend, one of MODULAR_BACKENDS."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    return all2all_utils.maybe_make_prepare_finalize(
+        moe=moe,
+        quant_config=quant_config,
+        routing_tables=routing_tables,
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
 
 
 def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

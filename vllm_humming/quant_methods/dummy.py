@@ -16,7 +16,7 @@ import math
 import torch
 
 from vllm_humming.moe.codes import CODE_BYTES
-from vllm_humming.moe.packing import PackedProjection, pack_expert
+from vllm_humming.moe.packing import PackedProjection, fitting_k, pack_expert
 from vllm_humming.moe.scales import window_of
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertShape, Projection
 
@@ -37,7 +37,7 @@ def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, d
         # Formats with a global scale have group scales from 1 up.
         lowest = fmt.one if fmt.has_global else fmt.one + round(math.log2(_STEP))
         global_scale = torch.full((), _STEP, dtype=torch.float32, device=device) if fmt.has_global else None
-        k = shape.hidden if projection == "w13" else shape.shard
+        k = fitting_k(destination, shape.hidden if projection == "w13" else shape.shard)
         rows = shape.shard * (2 if gated else 1) if projection == "w13" else shape.hidden
         generator = torch.Generator(device=device)
         generator.manual_seed(_SEED)
