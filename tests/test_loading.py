@@ -684,6 +684,8 @@ def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):
     monkeypatch.setattr(
         type(layer), "_map_global_expert_id_to_local_expert_id", lambda self, expert: expert - 4 if expert >= 4 else -1
     )
+    monkeypatch.setattr(layer.moe_config, "num_experts", 8)
+    monkeypatch.setattr(layer.moe_config, "num_logical_experts", 8)
     experts = Experts(SIZES)
     skipped = load_one(layer, "w2_weight_packed", experts.codes["w2"][0], "w2", 0)
     assert skipped is False
