@@ -105,6 +105,7 @@ __device__ __forceinline__ void finish(const GemmParams& p, const TileInfo<C>& i
     } else if (p.activation == Activation::kGeluTanh) {
       activate_gated<C>(v, [](float gate, float up) { return gelu_tanh(gate) * up; });
     } else {
+      if (kGathers<C, S> && p.activation == Activation::kNone) return;
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b)
 #pragma unroll
@@ -142,7 +143,7 @@ template <typename T, typename C, Stage S>
 __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
                                       int block0, int& buffer, const float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
-  const bool gated = S == Stage::kUp && p.activation != Activation::kRelu2;
+  const bool gated = S == Stage::kUp && is_gated(p.activation);
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
   const int column0 = block0 * columns;
   const RowFactors<C> factors(p, info, (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4);

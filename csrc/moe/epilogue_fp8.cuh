@@ -18,7 +18,7 @@ __device__ __forceinline__ void store_fp8(const GemmParams& p, const Shared& s, 
   constexpr int kTokens = C::kStoreTokens, kStride = kBlockK + 16, kThreadTokens = kTokens / 4;
   static_assert(kTokens * kStride <= C::kStoreBytes);
   const int thread = ptx::opaque(threadIdx.x % 128), warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
-  const bool gated = p.activation != Activation::kRelu2;
+  const bool gated = is_gated(p.activation);
   const int group = block0 / (gated ? 4 : 2);                      // of 128 channels
   // All threads that share a scale.
   const auto share = [&] {

@@ -35,9 +35,10 @@ void launch(void (*kernel)(Args...), dim3 grid, int threads, int shared, cudaStr
 }
 
 enum class DType : int { kBf16 = 0, kFp16 = 1 };
+enum class TokenType : int { kBf16 = 0, kFp16 = 1, kFp8 = 2 };
+constexpr TokenType token_type(DType d) { return d == DType::kBf16 ? TokenType::kBf16 : TokenType::kFp16; }
 
 // Tensor map of a row-major [rows, columns] token matrix: boxes of box_rows x 128 bytes, 128-byte swizzle. stride: elements.
-enum class TokenType : int { kBf16 = 0, kFp16 = 1, kFp8 = 2 };
 CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
 
 // No tile's widest token width is less: bounds the tile lists in the workspace.
@@ -65,8 +66,9 @@ void launch_route(const RouteParams&, cudaStream_t);
 void launch_tile_lists(const RouteParams&, cudaStream_t);
 bool sorting_makes_rows(int64_t entries, int64_t columns);
 void launch_sort(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
-void launch_permute(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
-void launch_quantize(DType, const QuantizeParams&, cudaStream_t);
+void launch_permute(const void* x, void* sorted, const RowList&, int64_t columns, cudaStream_t);
+void launch_group_tiles(const GroupParams&, cudaStream_t);
+void launch_quantize(TokenType, const QuantizeParams&, cudaStream_t);
 void launch_reduce(DType, const ReduceParams&, cudaStream_t);
 
 }  // namespace vllm_humming

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of one MoE layer share. Rows: routed (token, k) pairs sorted by expert; slot = token * top_k + k.
+// What the kernels share. Rows: routed (token, k) pairs sorted by expert, slot = token * top_k + k; or rows that the caller has put in groups.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime.h>
 
 namespace vllm_humming {
 
-enum class Activation : int { kSwiglu = 0, kGeluTanh = 1, kRelu2 = 2 };
+enum class Activation : int { kSwiglu = 0, kGeluTanh = 1, kRelu2 = 2, kNone = 3 };  // kNone: of gathering up GEMMs alone
+__host__ __device__ constexpr bool is_gated(Activation a) { return a < Activation::kRelu2; }
 enum class Stage : int { kUp = 0, kDown = 1 };  // which GEMM of the layer
 
 // One token tile of one expert: rows [row, row + count), computed `width` tokens wide.
@@ -27,7 +28,7 @@ struct GemmParams {
   const float* bias;          // the same, or null
   const void* x;              // [tokens, x_stride] where gathered, else [rows, x_stride]
   void* out;                  // kUp: [rows, out_stride]; kDown: [slots, out_stride]
-  const TokenTile* tiles;
+  const TokenTile* tiles;     // or null: one expert with all of `rows`, of which each CTA works its tiles out (down GEMM only)
   const int* tile_count;
   int* next_tile;             // zero at the start: (token tile, column tile) pairs that CTAs have taken beyond their first
   const int* slots;           // [rows] slot of a row; null: slot = row
@@ -37,6 +38,8 @@ struct GemmParams {
   int out_columns, out_stride;
   int top_k;
   int column_tiles;           // weight-row tiles: ceil(row_blocks / blocks a tile)
+  int rows;                   // where there is no list
+  bool list_is_new;           // the kernel just ahead makes the tile list
   int evict_first;            // weights are read once: keep them out of L2's way
   Activation activation;
   float alpha, beta, limit;
@@ -54,7 +57,14 @@ struct TileLists {
   int rows;
 };
 
-struct RouteParams {
+// Where tile lists go.
+struct TileOutput {
+  TileLists* lists;
+  TokenTile* tiles[2];
+  WidthList widths[2];        // of the up and the down GEMM's tile
+};
+
+struct RouteParams : TileOutput {
   const int* topk_ids;        // [entries], entries = tokens * top_k
   const float* topk_weights;  // [entries]
   const int* expert_map;      // [global_experts] or null
@@ -63,18 +73,33 @@ struct RouteParams {
   float* row_weight;          // [entries]
   int* counts;                // [local_experts + 1] scratch: counts, then a ticket
   int* block_base;            // [blocks, local_experts] scratch of the large path
-  TileLists* lists;
-  TokenTile* tiles[2];
-  WidthList widths[2];        // of the up and the down GEMM's tile
+};
+
+// Tile lists of rows that the caller has put in groups.
+struct GroupParams : TileOutput {
+  const int* groups;          // offsets [experts + 1]; or, where rows_each is positive, counts [experts], expert e's rows from e * rows_each
+  int experts, rows, rows_each;
+  int gemms;                  // tile lists to make: 1 or 2
+};
+
+// Which rows a kernel makes, and of what: row r of token slots[r] / top_k.
+struct RowList {
+  const int* slots;           // [rows], or null: slot = row and top_k = 1
+  const int *begin, *end;     // device: the first row and behind the last, or null: 0 and `rows`
+  int rows, top_k;
 };
 
 struct QuantizeParams {
-  const void* x;              // [tokens, columns], 16 bits wide
+  const void* x;              // [tokens, columns], 16 bits wide or e4m3
   void* out;                  // e4m3 [rows, columns rounded up to 128]
   float* scale;               // [columns / 128, scale_stride]
-  const int* slots;           // [rows], or null: slot = row and top_k = 1
-  const int* rows_end;        // device: how many rows there are, or null: `rows`
-  int rows, top_k, columns, scale_stride;
+  RowList list;
+  const int* counts;          // device: how many of each rows_each rows there are, or null: all
+  int columns, scale_stride;
+  // e4m3 tokens: the scale of token t and group g is x_scale[t / rows_each * strides[0] + t % rows_each * strides[1] + g * strides[2]].
+  const float* x_scale;
+  int64_t x_scale_strides[3];
+  int rows_each;              // where there are counts or scales
 };
 
 struct ReduceParams {

@@ -7,9 +7,10 @@
 
 namespace vllm_humming::gemm {
 
-// Between the kernel that makes the tile list and a GEMM that reads sorted rows runs the one that makes those rows (the sorting copy, or the up
-// GEMM), and it has waited for the list: the list needs no wait, nor do the first weights. Slots and router weights may be the sorting
-// copy's: the down GEMM needs no wait for them, the up GEMM does.
+// In a layer, between the kernel that makes the tile list and a GEMM that reads sorted rows runs the one that makes those rows (the sorting
+// copy, or the up GEMM), and it has waited for the list: the list needs no wait, nor do the first weights. Slots and router weights may be the
+// sorting copy's: the down GEMM needs no wait for them, the up GEMM does. Where the caller has sorted the rows no kernel may lie between:
+// GemmParams::list_is_new.
 template <typename C, Stage S>
 constexpr bool kListIsOlder = !kGathers<C, S>;
 
@@ -46,27 +47,63 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
   if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
 }
 
-__device__ __forceinline__ TokenTile token_tile(const GemmParams& p, int index) {
-  const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles) + index);
-  return {v.x, v.y, v.z, v.w};
+// Token tiles of a list, shared out as CTAs come free.
+struct ListedTiles {
+  const GemmParams& p;
+  __device__ __forceinline__ int total() const { return __ldcg(p.tile_count); }
+  __device__ __forceinline__ TokenTile at(int index) const {
+    const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles) + index);
+    return {v.x, v.y, v.z, v.w};
+  }
+  __device__ __forceinline__ int after(int t, int lane) const {
+    if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
+    return __shfl_sync(~0u, t, 0);
+  }
+};
+
+// Narrowest compiled width that holds `count` tokens.
+template <typename C, int I = 0>
+__device__ __forceinline__ int narrowest_width(int count) {
+  constexpr int N = C::W::kAt[I];
+  if constexpr (I + 1 < C::W::kCount) return count > N ? narrowest_width<C, I + 1>(count) : N;
+  else return N;
+}
+
+// Token tiles of one expert's p.rows, cut as a list would have them, in turns.
+template <typename C>
+struct PlainTiles {
+  const GemmParams& p;
+  __device__ __forceinline__ int total() const { return (p.rows + C::kMaxWidth - 1) / C::kMaxWidth; }
+  __device__ __forceinline__ TokenTile at(int index) const {
+    const int row = index * C::kMaxWidth, count = min(C::kMaxWidth, p.rows - row);
+    return {0, row, count, narrowest_width<C>(count)};
+  }
+  __device__ __forceinline__ int after(int t, int) const { return t + gridDim.x; }
+};
+
+template <typename C, Stage S, typename Tiles>
+__device__ __forceinline__ void publish_all(const GemmParams& p, const Shared& s, int lane, const Tiles& tiles) {
+  const int total = tiles.total() * p.column_tiles;
+  Ring<C::kInfos> infos;
+  for (int t = blockIdx.x; t < total;) {
+    publish<C, S>(p, s, infos, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
+    infos.next();
+    // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
+    ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
+    t = tiles.after(t, lane);
+  }
+  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
 }
 
 // The scheduler warp: takes this CTA's tiles, one after the other as buffers come free, ahead of the loaders, whose copies then never wait
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
-  if (!kListIsOlder<C, S> || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
-  const int total = __ldcg(p.tile_count) * p.column_tiles;
-  Ring<C::kInfos> infos;
-  for (int t = blockIdx.x; t < total;) {
-    publish<C, S>(p, s, infos, token_tile(p, t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
-    infos.next();
-    // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
-    ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
-    if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
-    t = __shfl_sync(~0u, t, 0);
+  if constexpr (S == Stage::kDown) {
+    if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{p});  // reads nothing that a kernel ahead may have written
   }
-  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
+  if (!kListIsOlder<C, S> || p.list_is_new || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
+  publish_all<C, S>(p, s, lane, ListedTiles{p});
 }
 
 template <typename C>
@@ -160,8 +197,8 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
   for_each_stage<C>(p, s, f, [](const TokenTile&, int) {});
 }
 
-// The loader warps: one for the weights, the others for the tokens. Weights are older than any kernel of the layer, so where the tile
-// list is too, they stream before the kernel that makes the rows has ended.
+// The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
+// kernel that starts its dependents early), so where the tile list is too, they stream before that kernel has ended.
 template <typename C, Stage S>
 __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;

@@ -4,6 +4,7 @@
 #include "../ptx/ptx.cuh"
 #include "entries.cuh"
 #include "launch.h"
+#include "tile_lists.cuh"
 
 namespace vllm_humming {
 namespace {
@@ -12,58 +13,11 @@ constexpr int kThreads = kMostExperts;  // one thread an expert in the scan
 constexpr int kSmallEntries = 4096;  // most entries of the one-CTA path
 constexpr int kLargeEntries = kThreads;  // entries of a CTA of the other: one a thread
 
-// Index of the narrowest width that holds `rows`; of the widest where none does.
-__device__ __forceinline__ int width_index(const WidthList& list, int rows) {
-  int i = 0;
-  while (i + 1 < list.count && list.at[i] < rows) ++i;
-  return i;
-}
-
-// Tiles of each width, and those that threads have taken of them, for both GEMMs.
-struct TileCounts {
-  int made[2][WidthList::kMost], taken[2][WidthList::kMost];
-};
-
-// Rows of thread's expert -> its first row; writes the token tiles: as many of the widest as it fills, then a narrow one for the rest. The
-// list goes from wide to narrow: CTAs take tiles as they finish others, so the last ones should be short. `counts`: shared, zero. One barrier.
-__device__ __forceinline__ int write_tiles(const RouteParams& p, int rows, TileCounts& counts, int& total) {
+// Rows of thread's expert -> its first row; writes the tile lists and the number of rows. One barrier.
+__device__ __forceinline__ int list_tiles(const RouteParams& p, int rows, TileCounts& counts, int& total) {
   __shared__ int warp_sum[kThreads / 32];
-  const int expert = threadIdx.x;
-  int full[2], rest[2], index[2];
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const WidthList& list = p.widths[s];
-    full[s] = rows / list.max();
-    rest[s] = rows - full[s] * list.max();
-    index[s] = width_index(list, rest[s]);
-    if (full[s]) atomicAdd(&counts.made[s][list.count - 1], full[s]);
-    if (rest[s]) atomicAdd(&counts.made[s][index[s]], 1);
-  }
-  const int row = block_scan<kThreads / 32>(rows, warp_sum, total);  // its barrier covers the counts too
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const int widest = p.widths[s].max(), last = p.widths[s].count - 1;
-    int sum = 0, wider = 0;                                          // tiles in all, and those wider than this expert's narrow one
-#pragma unroll
-    for (int i = 0; i < WidthList::kMost; ++i) {
-      const int made = counts.made[s][i];                            // zero past the list's widths
-      sum += made;
-      if (i > index[s]) wider += made;
-    }
-    if (expert == 0) {
-      p.lists->tiles[s] = sum;
-      p.lists->next[s] = 0;
-      if (s == 0) p.lists->rows = total;
-    }
-    if (full[s]) {
-      const int at = atomicAdd(&counts.taken[s][last], full[s]);     // the widest come first
-      for (int i = 0; i < full[s]; ++i) p.tiles[s][at + i] = TokenTile{expert, row + i * widest, widest, widest};
-    }
-    if (rest[s]) {
-      const int at = wider + atomicAdd(&counts.taken[s][index[s]], 1);
-      p.tiles[s][at] = TokenTile{expert, row + full[s] * widest, rest[s], p.widths[s].at[index[s]]};
-    }
-  }
+  const int row = write_tiles<2>(p, rows, counts, [&] { return block_scan<kThreads / 32>(rows, warp_sum, total); });
+  if (threadIdx.x == 0) p.lists->rows = total;
   return row;
 }
 
@@ -98,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) route_small(const __grid_constant__ 
   }
   __syncthreads();
   int total;
-  const int row = write_tiles(p, cursor[thread], counts, total);
+  const int row = list_tiles(p, cursor[thread], counts, total);
   if constexpr (Rows) {
     cursor[thread] = row;
     __syncthreads();
@@ -142,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) route_count(const __grid_constant__ 
   __threadfence();
   const int rows = e < p.local_experts ? __ldcg(&p.counts[e]) : 0;
   int total;
-  const int first = write_tiles(p, rows, counts, total);
+  const int first = list_tiles(p, rows, counts, total);
   if (e < p.local_experts) p.counts[e] = first;  // the scatter kernel reads offsets here
 }
 

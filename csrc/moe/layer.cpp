@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Carves the workspace and launches routing, sorting copy or quantisation, up GEMM, down GEMM and reduction. Nothing here allocates or synchronises.
+#include "layer.h"
+#include <algorithm>
+
+namespace vllm_humming {
+namespace {
+
+// h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share.
+struct Workspace {
+  int64_t h, h_scale, x_scale, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
+
+  Workspace(int64_t all_tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, bool fp8) {
+    const int64_t tokens = std::min(all_tokens, kChunkTokens), entries = tokens * top_k;
+    const int64_t tiles_most = std::min(entries, experts + entries / kLeastWidest) + 1;
+    Carver ws;
+    h = ws.take(entries * intermediate * (fp8 ? 1 : 2));
+    h_scale = ws.take(fp8 ? blocks(intermediate, kBlockK) * entries * 4 : 0);
+    x_scale = ws.take(fp8 ? blocks(hidden, kBlockK) * entries * 4 : 0);
+    y = ws.take(entries * std::max(hidden * 2, fp8 ? blocks(hidden, kBlockK) * kBlockK : 0));
+    slots = ws.take(entries * 4);
+    row_weight = ws.take(entries * 4);
+    counts = ws.take((experts + 1) * 4);
+    block_base = ws.take(route_blocks(entries) * experts * 4);
+    lists = ws.take(sizeof(TileLists));
+    for (auto& t : tiles) t = ws.take(tiles_most * sizeof(TokenTile));
+    bytes = ws.at;
+  }
+};
+
+void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, cudaStream_t stream) {
+  const Experts& e = a.experts;
+  const int64_t entries = tokens * a.top_k;
+  const Tile &up = tile_for(e.format, e.tile_up), &down = tile_for(e.format, e.tile_down);
+  uint8_t* w = a.workspace;
+  const int* ids = a.topk_ids + first * a.top_k;
+  const int element = 2;
+
+  RouteParams route = {};
+  route.topk_ids = ids;
+  route.topk_weights = a.topk_weights + first * a.top_k;
+  route.expert_map = a.expert_map;
+  route.entries = int(entries);
+  route.top_k = int(a.top_k);
+  route.global_experts = int(a.global_experts);
+  route.local_experts = int(e.experts);
+  route.slots = reinterpret_cast<int*>(w + ws.slots);
+  route.row_weight = reinterpret_cast<float*>(w + ws.row_weight);
+  route.counts = reinterpret_cast<int*>(w + ws.counts);
+  route.block_base = reinterpret_cast<int*>(w + ws.block_base);
+  route.lists = reinterpret_cast<TileLists*>(w + ws.lists);
+  for (int i = 0; i < 2; ++i) {
+    route.tiles[i] = reinterpret_cast<TokenTile*>(w + ws.tiles[i]);
+    route.widths[i] = (i ? down : up).widths;
+  }
+  const bool sorts = !e.fp8() && up.sorted_tokens && sorting_makes_rows(entries, e.hidden);
+  if (sorts) launch_tile_lists(route, stream);
+  else launch_route(route, stream);
+
+  ExpertRows r = {};
+  r.rows = entries;
+  r.used = entries * e.experts / std::max(e.experts, a.global_experts);  // about, under expert parallelism
+  r.x = static_cast<const uint8_t*>(a.x) + first * e.hidden * element;
+  r.h = w + ws.h;
+  r.out = w + ws.y;
+  r.slots = route.slots;
+  r.top_k = a.top_k;
+  (a.router_weight_on_input ? r.weight_on_input : r.weight_on_output) = route.row_weight;
+  r.lists = route.lists;
+  for (int i = 0; i < 2; ++i) r.tiles[i] = route.tiles[i];
+  // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
+  const RowList list = {route.slots, nullptr, &route.lists->rows, int(entries), int(a.top_k)};
+  if (e.fp8()) {
+    QuantizeParams q = {};
+    q.x = r.x;
+    q.out = w + ws.y;
+    q.scale = reinterpret_cast<float*>(w + ws.x_scale);
+    q.list = list;
+    q.columns = int(e.hidden);
+    q.scale_stride = int(entries);
+    launch_quantize(token_type(e.dtype), q, stream);
+    r.x = w + ws.y;
+    r.x_scale = q.scale;
+    r.h_scale = reinterpret_cast<float*>(w + ws.h_scale);
+  } else if (up.sorted_tokens) {
+    if (sorts) launch_sort(r.x, w + ws.y, route, e.hidden, stream);
+    else launch_permute(r.x, w + ws.y, list, e.hidden, stream);
+    r.x = w + ws.y;
+  }
+  launch_experts(e, r, stream);
+
+  ReduceParams reduce = {};
+  reduce.y = w + ws.y;
+  reduce.out = static_cast<uint8_t*>(a.out) + first * e.hidden * element;
+  reduce.topk_ids = ids;
+  reduce.expert_map = a.expert_map;
+  reduce.tokens = int(tokens);
+  reduce.top_k = int(a.top_k);
+  reduce.columns = int(e.hidden);
+  reduce.global_experts = int(a.global_experts);
+  reduce.local_experts = int(e.experts);
+  launch_reduce(e.dtype, reduce, stream);
+}
+
+}  // namespace
+
+int64_t layer_workspace_bytes(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, bool fp8) {
+  return Workspace(tokens, top_k, experts, hidden, intermediate, fp8).bytes;
+}
+
+void run_layer(const LayerArgs& a, cudaStream_t stream) {
+  const Workspace ws(a.tokens, a.top_k, a.experts.experts, a.experts.hidden, a.experts.intermediate, a.experts.fp8());
+  for (int64_t first = 0; first < a.tokens; first += kChunkTokens) run_chunk(a, ws, first, std::min(kChunkTokens, a.tokens - first), stream);
+}
+
+}  // namespace vllm_humming
