@@ -5,6 +5,7 @@ BatchedPrepareAndFinalize lays tokens out as DeepEP's low-latency kernels do; Mo
 over rows as its high-throughput ones. The transport between ranks is not run here.
 """
 
+import eplb
 import pytest
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -69,7 +70,7 @@ def backend(monkeypatch):
             assert allow_new_interface
             assert not use_monolithic
             if name in compat.BATCHED_BACKENDS:
-                return prepare_finalize.BatchedPrepareAndFinalize(MOST, SIZES.experts, 1, 0)
+                return prepare_finalize.BatchedPrepareAndFinalize(MOST, moe.num_local_experts, 1, 0)
             return prepare_finalize.make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
 
         monkeypatch.setattr(compat, "all2all_backend", lambda parallel: name)
@@ -292,6 +293,23 @@ def test_dummy_weights_of_padded_sizes(monkeypatch, backend):
     assert y[:, :96].isfinite().all()
     assert y[:, :96].any()
     assert not y[:, 96:].any()
+
+
+@pytest.mark.parametrize("case", ["mxfp4-bias", "nvfp4", "w4a8"])
+def test_moved_experts_keep_batches_outputs(backend, case):
+    """Expert load balancing moves parameters under a kernel that was made before."""
+    backend("deepep_low_latency")
+    with engine(additional={"humming": eplb.CASES[case][2]}, eplb=True):
+        layer = eplb.build_case(case)
+        eplb.load_by_mapping(layer, eplb.experts_of(case))
+        finish(layer)
+        x, weights, ids = routing(MOST, eplb.SIZES)
+        first = apply(layer, x, weights, eplb.physical_ids(ids, eplb.BEFORE))
+        assert relative_error(first, oracle(layer, eplb.experts_of(case), x, weights, ids)) < 8e-3
+        eplb.rearrange(layer, eplb.BEFORE, eplb.AFTER)
+        moved = apply(layer, x, weights, eplb.physical_ids(ids, eplb.AFTER))
+    # The combine step adds experts in the order of their ids, in BF16.
+    assert relative_error(moved, first) < 8e-3
 
 
 def test_backends_need_bfloat16(backend):
