@@ -80,19 +80,25 @@ DEEPSEEK: dict[str, Any] = {
 GPT_OSS: dict[str, Any] = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
 
-def engine_config(*, additional: dict[str, Any] | None = None, load_format: str = "auto") -> Any:
-    from vllm.config import DeviceConfig, LoadConfig, VllmConfig
+def engine_config(
+    *, additional: dict[str, Any] | None = None, load_format: str = "auto", eplb: bool = False, **parallel: Any
+) -> Any:
+    from vllm.config import DeviceConfig, LoadConfig, ParallelConfig, VllmConfig
 
-    return VllmConfig(
+    config = VllmConfig(
         device_config=DeviceConfig(device="cpu"),
         load_config=LoadConfig(load_format=load_format),
+        parallel_config=ParallelConfig(**parallel),
         additional_config=additional or {},
     )
+    # Afterwards, because vLLM's check allows expert load balancing on GPUs only.
+    config.parallel_config.enable_eplb = eplb
+    return config
 
 
 @contextlib.contextmanager
 def engine(**kwargs: Any) -> Iterator[Any]:
-    """A current VllmConfig and vLLM's parallel groups of one rank."""
+    """A current VllmConfig and vLLM's parallel groups, of one rank where there are none yet."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 

@@ -69,7 +69,7 @@ def unpacked(tensors, expert, rows, k, gated):
 
 def check_layer(layer, experts, *, interleaved=False):
     """Every expert's packed weights and biases equal the checkpoint's, bit for bit."""
-    from vllm_humming.moe.method import packed_of
+    from vllm_humming.moe.experts import packed_of
 
     packed = packed_of(layer, layer.quant_method.weight_format)
     for projection in ("w13", "w2"):
@@ -686,6 +686,8 @@ def test_experts_of_other_ranks_are_skipped(layer, monkeypatch):
     monkeypatch.setattr(
         type(layer), "_map_global_expert_id_to_local_expert_id", lambda self, expert: expert - 4 if expert >= 4 else -1
     )
+    monkeypatch.setattr(layer.moe_config, "num_experts", 8)
+    monkeypatch.setattr(layer.moe_config, "num_logical_experts", 8)
     experts = Experts(SIZES)
     skipped = load_one(layer, "w2_weight_packed", experts.codes["w2"][0], "w2", 0)
     assert skipped is False

@@ -35,8 +35,13 @@ class NoAttention(torch.nn.Module):
         super().__init__()
 
 
-def load_model(directory, kind, monkeypatch, load_format="auto", method="HummingMoEMethod"):
-    """The MoE layers of the model that vLLM builds and loads from a directory, or its linears that run here."""
+def load_model(
+    directory, kind, monkeypatch, load_format="auto", method="HummingMoEMethod", redundant: int | None = None
+):
+    """The MoE layers of the model that vLLM builds and loads from a directory, or its linears that run here.
+
+    redundant: experts that expert load balancing adds (None: without it).
+    """
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -53,6 +58,9 @@ def load_model(directory, kind, monkeypatch, load_format="auto", method="Humming
         load_config=load_config,
         additional_config=OPTIONS.get(kind, {}),
     )
+    if redundant is not None:
+        config.parallel_config.enable_eplb = True  # afterwards: vLLM's check allows it on GPUs only
+        config.parallel_config.eplb_config.num_redundant_experts = redundant
     with engine():  # parallel groups
         pass
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), non_gated_layers_allowed():
@@ -87,7 +95,7 @@ def test_packed_weights_equal_the_dequantised_checkpoint(kind, tmp_path, monkeyp
     write_checkpoint(tmp_path / "model", kind, twin=tmp_path / "twin", sizes=sizes, seed=3)
     layers = load_model(tmp_path / "model", kind, monkeypatch)
     assert len(layers) == 2
-    packed_of = importlib.import_module("vllm_humming.moe.method").packed_of
+    packed_of = importlib.import_module("vllm_humming.moe.experts").packed_of
     for index, layer in enumerate(layers):
         for e, (w13, w2, b13, b2) in enumerate(twin_experts(tmp_path / "twin", index, layer.local_num_experts)):
             for projection, weight, bias in (("w13", w13, b13), ("w2", w2, b2)):
@@ -127,6 +135,29 @@ def test_packed_linears_equal_the_dequantised_checkpoint(kind, tmp_path, monkeyp
             gated=False,
         )
         assert torch.equal(found, weight)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3-mxfp4",
+        "nemotron-h-modelopt",
+        "qwen3-bf16-nvfp4",
+        pytest.param("qwen3-modelopt-fused", marks=needs_fused),
+    ],
+)
+def test_redundant_experts_are_loaded_by_vllms_models(kind, tmp_path, monkeypatch):
+    """Copies of the first experts come after the logical ones, whichever of its loaders vLLM takes."""
+    write_checkpoint(tmp_path, kind, seed=3)
+    plain, more = load_model(tmp_path, kind, monkeypatch), load_model(tmp_path, kind, monkeypatch, redundant=3)
+    for left, right in zip(plain, more, strict=True):
+        logical = left.local_num_experts
+        assert right.local_num_experts == right.global_num_experts == logical + 3
+        for name, parameter in right.named_parameters():
+            if name == "e_score_correction_bias":  # the router's, by logical expert; vLLM does not move it
+                continue
+            for slot in range(logical + 3):
+                assert torch.equal(parameter[slot], left.get_parameter(name)[slot % logical]), (name, slot)
 
 
 def test_a_checkpoint_without_one_expert_is_refused(tmp_path, monkeypatch):

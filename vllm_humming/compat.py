@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+# All-to-all backends that bring tokens to the experts, and those of them that lay tokens out by expert.
+BATCHED_BACKENDS = ("deepep_low_latency", "nixl_ep")
+MODULAR_BACKENDS = ("deepep_high_throughput", "deepep_v2", *BATCHED_BACKENDS)
+
 SUPPORTED = ((0, 26), (0, 34))  # first supported, first unsupported
 
 
@@ -98,6 +102,11 @@ def additional_config() -> Any:
 def uses_dummy_weights() -> bool:
     """Whether the engine runs with `--load-format dummy`."""
     return str(getattr(current_config().load_config, "load_format", "")) == "dummy"
+
+
+def uses_elastic_ep() -> bool:
+    """Whether ranks may join or leave the running engine."""
+    return bool(getattr(current_config().parallel_config, "enable_elastic_ep", False))
 
 
 def hf_text_config() -> Any:
@@ -211,11 +220,36 @@ def local_expert(layer: torch.nn.Module, expert: int) -> int:
     return int(layer._map_global_expert_id_to_local_expert_id(expert))  # type: ignore[operator]
 
 
+def replica_slots(layer: torch.nn.Module, expert: int) -> tuple[int, ...]:
+    """The local slots of every copy of a checkpoint's expert, () when they all live on other ranks.
+
+    Expert load balancing adds redundant copies; the ids of vLLM's layers are then those of physical experts, logical
+    ones first, then the copies.
+    """
+    moe = layer.moe_config
+    logical, physical = int(moe.num_logical_experts), int(moe.num_experts)  # type: ignore[union-attr, arg-type]
+    slots = (local_expert(layer, copy) for copy in range(expert, physical, logical))
+    return tuple(slot for slot in slots if slot >= 0)
+
+
 def all2all_backend(parallel: Any) -> str | None:
     """The expert all-to-all backend in use, or None when tokens are not exchanged between ranks."""
     if getattr(parallel, "use_passthrough_all2all", False):  # 0.33 on: the experts would dispatch themselves
         return "passthrough"
     return str(parallel.all2all_backend) if parallel.use_all2all_kernels else None
+
+
+def make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any) -> Any:
+    """vLLM's dispatch and combine of the configured all-to-all backend, one of MODULAR_BACKENDS."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    return all2all_utils.maybe_make_prepare_finalize(
+        moe=moe,
+        quant_config=quant_config,
+        routing_tables=routing_tables,
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
 
 
 def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

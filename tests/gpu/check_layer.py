@@ -286,6 +286,48 @@ def replay_equals_eager(layer: Layer, quick: bool) -> float:
     return worst
 
 
+def moved_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("experts moved in place")
+    shapes = [SMALL, MIDDLE] if args.device == "cpu" else [SMALL, MIDDLE, SHAPES["qwen3-30b-a3b"]]
+    for shape in shapes:
+        for m in (1, 33) if args.quick or args.device == "cpu" else (1, 33, 300, 4096):
+            layer = make_layer(shape, torch.bfloat16, args.device, weight_format=args.format)
+            report.case(f"M={m} H={shape.hidden}", lambda m=m, layer=layer: moved_equals(layer, m))
+    report.end()
+
+
+def moved_equals(layer: Layer, tokens: int) -> float:
+    """As expert load balancing does it: every tensor's experts change places, ids follow, and the bits stay, also those
+    of a graph that was captured before."""
+    s, device = layer.shape, layer.w13.packed.device
+    gen = torch.Generator(device=device).manual_seed(tokens)
+    x = batch(tokens, layer, gen)
+    weights, ids = route(tokens, s.experts, s.top_k, "uniform", gen)
+    before, graph = run(layer, x, weights, ids), None
+    if x.is_cuda:
+        out = guarded(tokens, s.hidden, layer.dtype, device)[:tokens]
+        args = (layer, x, weights, ids, out, workspace_for(layer, tokens), selected_tiles(layer, tokens))
+        launch(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch(*args)
+    order = torch.arange(s.experts, device=device).roll(1)  # slot i holds expert order[i]; none stays where it was
+    for tensor in (*layer.w13.tensors, *layer.w2.tensors):
+        if tensor is not None:
+            tensor.copy_(tensor[order])
+    stale = run(layer, x, weights, ids)
+    require(not torch.equal(stale, before), "the experts did not move")
+    ids.copy_(order.argsort()[ids.long()])
+    after = run(layer, x, weights, ids)
+    require(torch.equal(after.view(torch.int16), before.view(torch.int16)), "moved experts give other bits")
+    if graph is not None:
+        out.fill_(float("nan"))
+        graph.replay()
+        require(torch.equal(out.view(torch.int16), before.view(torch.int16)), "a graph from before the move differs")
+    return 0.0
+
+
 GROUPS = {
     "shapes": shapes_group,
     "activations": activations_group,
@@ -297,6 +339,7 @@ GROUPS = {
     "tiles": tiles_group,
     "large": large_group,
     "graphs": graphs_group,
+    "moved": moved_group,
 }
 
 

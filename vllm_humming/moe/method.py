@@ -3,7 +3,8 @@
 
 vLLM routes, then calls apply() with the chosen experts; apply() returns this rank's weighted sum over top-k and vLLM
 adds up ranks and shared experts. No modular kernel is involved (`moe_kernel` stays None), which serves tensor and
-expert parallelism, and data parallelism over vLLM's all-gather/reduce-scatter backend.
+expert parallelism, and data parallelism over vLLM's all-gather/reduce-scatter backend. Other all-to-all backends get a
+modular kernel (vllm_humming.moe.modular), which apply() hands over to.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
-import vllm_humming.ops  # noqa: F401  (defines the ops)
 from vllm_humming import compat, hardware
-from vllm_humming.moe import packing, reference, schedule
+from vllm_humming.moe import modular, packing
 from vllm_humming.moe.activation import activation_spec
 from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.experts import PackedLayer, packed_of
 from vllm_humming.moe.fp8 import Rounding
 from vllm_humming.moe.packing import PackedProjection
-from vllm_humming.moe.weight_formats import WeightFormat
 from vllm_humming.options import HummingOptions
 from vllm_humming.quant_methods import dummy
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertLoader, ExpertShape, Projection
@@ -44,8 +44,8 @@ _TALLY = Tally("MoE layer", "experts")
 class HummingMoEMethod(FusedMoEMethodBase):
     """Runs one MoE layer's FP4 experts, on 16-bit or FP8 activations.
 
-    moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts, EPLB,
-    all-to-all backends other than all-gather/reduce-scatter, a weight format that the kernels lack), ValueError for an
+    moe: the layer's FusedMoEConfig. Raises NotImplementedError for what this method does not do (LoRA on experts,
+    all-to-all backends that are not known to compat), ValueError for an
     activation, dtype or size that the kernels do not have and for FP8 activations that these weights do not run with,
     RuntimeError when the machine or the installation cannot run options.backend.
     """
@@ -54,6 +54,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.scheme = scheme
         self.layer_name = layer_name
+        self.all2all = compat.all2all_backend(moe.moe_parallel_config)
         self._refuse_unsupported()
         self.backend = hardware.resolve_backend(options)
         self.weight_format = scheme.packed_format(options.activation, layer_name)
@@ -70,15 +71,34 @@ class HummingMoEMethod(FusedMoEMethodBase):
         _TALLY.add(layer_name, self.label)
 
     @property
-    def topk_indices_dtype(self) -> torch.dtype:
+    def supports_eplb(self) -> bool:
+        """Every parameter that is left after loading has one contiguous row an expert, which vLLM may move in place."""
+        return True
+
+    @property
+    def uses_modular_kernel(self) -> bool:
+        """Whether an all-to-all backend brings tokens to the experts, by a kernel that is made after loading."""
+        return self.all2all in compat.MODULAR_BACKENDS
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        if self.moe_kernel is not None:
+            ids: torch.dtype | None = self.moe_kernel.prepare_finalize.topk_indices_dtype()
+            return ids
         return torch.int32
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
-        return None
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        if not self.uses_modular_kernel:
+            return None
+        return modular.quant_config(self.experts, batched=self.all2all in compat.BATCHED_BACKENDS)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
+        if self.uses_modular_kernel:  # some backends move tokens of certain sizes only
+            hidden_size, _ = super().maybe_roundup_sizes(
+                hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+            )
         # A rank's share is a whole number of scale groups, as vLLM's gpt-oss loader slices it (2880 / 4 -> 736).
         groups = -(-self.moe.intermediate_size // self.weight_format.group_k)
         return hidden_size, -(-groups // self.moe.tp_size) * self.weight_format.group_k
@@ -98,10 +118,21 @@ class HummingMoEMethod(FusedMoEMethodBase):
         *_row_scale and, with biases, *_packed_bias fp32 [E, rows]; docs/kernel-notes.md has the layout. One more, a
         byte an expert, has the layout in its name: packed_for_bfloat16, packed_for_float16 or packed_for_e4m3.
         """
+        if compat.uses_elastic_ep():
+            raise NotImplementedError(
+                f"{self.layer_name}: --quantization humming does not run with elastic expert parallelism; leave out "
+                "--enable-elastic-ep (--enable-eplb runs)"
+            )
         dtype = self.moe.in_dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{self.layer_name}: activations must be bfloat16 or float16, found {dtype}; set --dtype")
-        sizes = {"hidden_size": hidden_size, "intermediate_size": self.moe.intermediate_size}
+        if self.uses_modular_kernel and dtype != torch.bfloat16:
+            raise ValueError(
+                f"{self.layer_name}: the all-to-all backend {self.all2all!r} moves bfloat16 activations, found "
+                f"{dtype}; set --dtype bfloat16 or --all2all-backend allgather_reducescatter"
+            )
+        hidden = int(extra_weight_attrs.get("unpadded_hidden_size") or hidden_size)
+        sizes = {"hidden_size": hidden, "intermediate_size": self.moe.intermediate_size}
         fmt, group = self.weight_format, self.weight_format.group_k
         for name, size in sizes.items():
             if size % group:
@@ -112,7 +143,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         gated = self.activation.code.gated
         shape = ExpertShape(
             num_experts=num_experts,
-            hidden=hidden_size,
+            hidden=hidden,
             intermediate=self.moe.intermediate_size,
             shard=intermediate_size_per_partition,
             tp_rank=self.moe.tp_rank,
@@ -127,7 +158,8 @@ class HummingMoEMethod(FusedMoEMethodBase):
             "weight_format": self.weight_format,
         }
         packed: dict[Projection, PackedProjection] = {
-            # Both paddings of I are those of w2's K, so that padded channels meet zero codes on either side.
+            # Both paddings of I are those of w2's K, so that padded channels meet zero codes on either side. H may be
+            # the larger one that a backend moves.
             "w13": packing.allocate(num_experts, rows, hidden_size, gated=gated, pad_rows_to=CHUNK_K, **make),
             "w2": packing.allocate(num_experts, hidden_size, shape.shard, gated=False, **make),
         }
@@ -140,6 +172,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         marker = nn.Parameter(torch.zeros((num_experts, 1), dtype=torch.uint8), requires_grad=False)
         layer.register_parameter(f"packed_for_{decoded}", marker)
         self._dtype, self._shape = dtype, shape
+        self.experts = PackedLayer(layer, self.layer_name, fmt, self.activation, dtype, self.backend)
         self._dummy = compat.uses_dummy_weights()
         self._loader: ExpertLoader | None = ExpertLoader(
             self.layer_name, self.scheme, shape, packed_of(layer, self.weight_format), dtype
@@ -175,6 +208,9 @@ class HummingMoEMethod(FusedMoEMethodBase):
         self._loader = None
         for name in self._placeholders:
             delattr(layer, name)
+        if self.uses_modular_kernel:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel = modular.make_kernel(self.experts, self.moe, self.moe_quant_config)
         self._report()
 
     def apply(
@@ -188,82 +224,32 @@ class HummingMoEMethod(FusedMoEMethodBase):
     ) -> Tensor:
         """x [M, H] bf16 or fp16 -> [M, H]: this rank's experts, weighted and summed over top-k. x is only read.
 
-        topk_weights [M, k]; topk_ids [M, k] global expert ids, -1 and ids of other ranks contribute nothing.
-        shared_experts is ignored: vLLM runs them itself, since no modular kernel is set.
+        topk_weights [M, k]; topk_ids [M, k] global expert ids, -1 and ids of other ranks contribute nothing. Without a
+        modular kernel shared_experts is ignored: vLLM runs them itself.
         """
-        if x.dtype != self._dtype:  # the packed bits are laid out for one dtype
-            raise ValueError(
-                f"{self.layer_name}: experts packed for {self._dtype} activations, found x of {x.dtype}; "
-                "start the engine with that dtype"
+        if self.moe_kernel is not None:
+            result: Tensor = self.moe_kernel.apply(
+                x,
+                layer.w13_packed,
+                layer.w2_packed,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
             )
+            return result
         x = x.contiguous()
         out = torch.empty_like(x)
-        if x.shape[0] == 0:
-            return out
-        tokens, hidden = x.shape
-        spec = self.activation
-        topk_weights = topk_weights.to(torch.float32).contiguous()
-        topk_ids = topk_ids.to(torch.int32).contiguous()
-        expert_map = layer.expert_map
-        router_weight_on_input = bool(layer.apply_router_weight_on_input)
-        if self.backend == "reference" and x.is_cuda:
-            packed = packed_of(layer, self.weight_format)
-            reference.moe(
-                x,
-                topk_weights,
-                topk_ids,
-                expert_map,
-                packed["w13"],
-                packed["w2"],
-                out,
-                activation=spec.code,
-                alpha=spec.alpha,
-                beta=spec.beta,
-                limit=spec.limit,
-                router_weight_on_input=router_weight_on_input,
-            )
-            return out
-        workspace, tile1, tile2 = self._schedule(layer, tokens, topk_ids.shape[1], hidden, x.device)
-        torch.ops.vllm_humming.moe(
-            x,
-            topk_weights,
-            topk_ids,
-            expert_map,
-            layer.w13_packed,
-            layer.w13_row_scale,
-            getattr(layer, "w13_packed_bias", None),
-            layer.w2_packed,
-            layer.w2_row_scale,
-            getattr(layer, "w2_packed_bias", None),
-            workspace,
-            out,
-            self.weight_format.code,
-            int(spec.code),
-            spec.alpha,
-            spec.beta,
-            spec.limit,
-            router_weight_on_input,
-            tile1,
-            tile2,
-        )
+        if x.shape[0]:
+            size = self.experts.workspace_bytes(x.shape[0], topk_ids.shape[1], x.shape[1])
+            workspace = compat.workspace((size,), torch.uint8) if size else x.new_empty(0, dtype=torch.uint8)
+            on_input = bool(layer.apply_router_weight_on_input)
+            self.experts.run(x, topk_weights, topk_ids, workspace, out, router_weight_on_input=on_input)
         return out
-
-    def _schedule(
-        self, layer: Any, tokens: int, top_k: int, hidden: int, device: torch.device
-    ) -> tuple[Tensor, int, int]:
-        """Scratch and the two GEMMs' tiles. Depends on shapes alone, so it is the same in CUDA graph capture."""
-        if self.backend == "reference":
-            return torch.empty(0, dtype=torch.uint8, device=device), 0, 0
-        experts, intermediate = layer.w2_packed.shape[0], layer.w2_packed.shape[2] * CHUNK_K
-        size = torch.ops.vllm_humming.moe_workspace_bytes(
-            tokens, top_k, experts, hidden, intermediate, self.weight_format.code
-        )
-        global_experts = experts if layer.expert_map is None else layer.expert_map.shape[0]
-        gated = self.activation.code.gated
-        tile1, tile2 = schedule.select(
-            tokens, top_k, experts, hidden, intermediate, gated, global_experts, self.weight_format.path
-        )
-        return compat.workspace((size,), torch.uint8), tile1, tile2
 
     def _refuse_unsupported(self) -> None:
         moe, name = self.moe, self.layer_name
@@ -272,14 +258,11 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 f"{name}: --quantization humming has no LoRA on experts, and vLLM puts it on every MoE layer when LoRA "
                 "is enabled; leave out --enable-lora or --quantization humming"
             )
-        backend = compat.all2all_backend(moe.moe_parallel_config)
-        if backend not in (None, "allgather_reducescatter"):
+        if self.all2all not in (None, "allgather_reducescatter", *compat.MODULAR_BACKENDS):
             raise NotImplementedError(
-                f"{name}: --quantization humming does not run with the all-to-all backend {backend!r}; "
-                "use --all2all-backend allgather_reducescatter"
+                f"{name}: --quantization humming does not run with the all-to-all backend {self.all2all!r}; "
+                f"use --all2all-backend allgather_reducescatter, {', '.join(compat.MODULAR_BACKENDS)}"
             )
-        if moe.moe_parallel_config.enable_eplb:
-            raise NotImplementedError(f"{name}: --quantization humming does not run with EPLB; leave out --enable-eplb")
 
     def _add_placeholder(self, layer: nn.Module, projection: Projection, suffix: str, kind: TensorKind) -> None:
         name = f"{projection}_{suffix}"
@@ -309,15 +292,38 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 )
             if kind == "global" and loaded_weight.numel() > 1 and shard_id is not None:
                 return self._load_every_global(layer, projection, loaded_weight, shard_id, return_success)
-            if expert_id is not None:
-                expert_id = compat.local_expert(layer, expert_id)
-                if expert_id < 0:  # another rank's
-                    return False if return_success else None
-            self._loader.load(projection, kind, loaded_weight, shard_id, expert_id)
+            if expert_id is None:
+                self._loader.load(projection, kind, loaded_weight, shard_id, None)
+                return True if return_success else None
+            slots = self._load_expert(layer, projection, kind, loaded_weight, shard_id, expert_id)
+            if not slots:  # another rank's
+                return False if return_success else None
             return True if return_success else None
 
         load.supports_moe_loading = True  # type: ignore[attr-defined]
         return load
+
+    def _load_expert(
+        self,
+        layer: nn.Module,
+        projection: Projection,
+        kind: TensorKind,
+        tensor: Tensor,
+        shard: str | None,
+        expert: int,
+    ) -> tuple[int, ...]:
+        """Loads a tensor of one expert into all of its copies here; returns their slots.
+
+        Some of vLLM's loaders go through the physical experts, others through the logical ones or stop at the first
+        copy on this rank. A redundant copy's own turn therefore brings nothing new.
+        """
+        assert self._loader is not None
+        logical = int(layer.moe_config.num_logical_experts)  # type: ignore[union-attr, arg-type]
+        slots = compat.replica_slots(layer, expert % logical)
+        if expert < logical:
+            for slot in slots:
+                self._loader.load(projection, kind, tensor, shard, slot)
+        return slots
 
     def _load_every_global(
         self, layer: nn.Module, projection: Projection, stacked: Tensor, shard: str, return_success: bool
@@ -327,7 +333,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
         Checkpoints that fuse all experts into one tensor come so. Raises ValueError for another shape.
         """
         assert self._loader is not None
-        experts = int(layer.global_num_experts)  # type: ignore[arg-type]
+        experts = int(layer.moe_config.num_logical_experts)  # type: ignore[union-attr, arg-type]
         columns = stacked.numel() // experts
         if stacked.shape[0] != experts or stacked.numel() not in (experts, 2 * experts if projection == "w13" else 0):
             wanted = f"({experts},) or ({experts}, 2)" if projection == "w13" else f"({experts},)"
@@ -337,9 +343,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
             )
         values = stacked.reshape(experts, columns)[:, columns - 1 if shard == "w3" else 0]
         for expert, value in enumerate(values):
-            local = compat.local_expert(layer, expert)
-            if local >= 0:
-                self._loader.load(projection, "global", value, shard, local)
+            self._load_expert(layer, projection, "global", value, shard, expert)
         return True if return_success else None
 
     def _report_rounding(self, rounding: Rounding) -> None:
@@ -358,16 +362,3 @@ class HummingMoEMethod(FusedMoEMethodBase):
         logger.debug("%s: %s experts, %s path", self.layer_name, self.label, self.backend)
         if line := _TALLY.done(self.backend):
             logger.info(line)
-
-
-def packed_of(layer: nn.Module, weight_format: WeightFormat) -> dict[Projection, PackedProjection]:
-    """The packed parameters of a layer, w13 first."""
-    return {
-        projection: PackedProjection(
-            getattr(layer, f"{projection}_packed"),
-            getattr(layer, f"{projection}_row_scale"),
-            getattr(layer, f"{projection}_packed_bias", None),
-            weight_format,
-        )
-        for projection in PROJECTIONS
-    }

@@ -90,6 +90,12 @@ def allocate(
     return PackedProjection(packed, row_scale, bias, weight_format)
 
 
+def fitting_k(dst: PackedProjection, k: int) -> int:
+    """The K that pack_expert takes for weights of k: k, or all of dst's where that was allocated for a larger size."""
+    whole = dst.packed.shape[2] * CHUNK_K
+    return k if padded_k(k) == whole else whole
+
+
 def pack_expert(
     dst: PackedProjection,
     expert: int,

@@ -16,7 +16,7 @@ import math
 import torch
 
 from vllm_humming.moe.codes import CODE_BYTES
-from vllm_humming.moe.packing import PackedProjection, pack_expert
+from vllm_humming.moe.packing import PackedProjection, fitting_k, pack_expert
 from vllm_humming.moe.scales import window_of
 from vllm_humming.quant_methods.loading import PROJECTIONS, ExpertShape, Projection
 
@@ -31,7 +31,7 @@ def fill_dummy(packed: dict[Projection, PackedProjection], shape: ExpertShape, d
     """Overwrites a layer's packed parameters with random legal weights, the same on every run."""
     for projection in PROJECTIONS:
         gated = projection == "w13" and shape.gated
-        k = shape.hidden if projection == "w13" else shape.shard
+        k = fitting_k(packed[projection], shape.hidden if projection == "w13" else shape.shard)
         rows = shape.shard * (2 if gated else 1) if projection == "w13" else shape.hidden
         fill_dummy_projection(packed[projection], rows, k, gated=gated, dtype=dtype)
 

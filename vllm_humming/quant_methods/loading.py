@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_humming.moe.fp8 import Rounding
-from vllm_humming.moe.packing import PackedProjection, pack_expert
+from vllm_humming.moe.packing import PackedProjection, fitting_k, pack_expert
 from vllm_humming.moe.quantize import nvfp4_global_scale, quantize
 from vllm_humming.quant_methods import checks
 from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
@@ -281,9 +281,10 @@ class ExpertLoader:
         if self.format.has_global:
             values = [self._global_values(expert, shard, staged).to(device) for shard in shards]
             global_scale = self._row_globals(torch.cat(values), codes.shape[0])
-        if projection == "w2" and self.shape.channels < self.shape.shard:
-            # The packed K is that of a full shard; zero codes stand for the channels this rank does not have.
-            short = self.shape.shard - self.shape.channels
+        # The packed K is that of a full shard, or of a hidden size that an all-to-all backend moves; zero codes stand
+        # for the channels that this rank or the checkpoint does not have.
+        k = fitting_k(destination, self.shape.shard if projection == "w2" else self.shape.hidden)
+        if short := k - 2 * codes.shape[1]:
             codes = F.pad(codes, (0, short // 2))
             scales = F.pad(scales, (0, short // self.format.group_k), value=self.format.one)
         self.rounding += pack_expert(
