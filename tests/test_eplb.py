@@ -121,7 +121,8 @@ def test_two_ranks_exchange_experts(case):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = str(Path(__file__).with_name("eplb.py"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).parent.parent)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), "2", str(port), case],
