@@ -386,6 +386,16 @@ def test_damaged_tensors_are_refused(tensor, damage):
         load(layer, Weights(GATE_UP, 96, NVFP4, bias=True), change={tensor: change})
 
 
+@pytest.mark.parametrize("shard", [2, -1, "q", (0, 5)])
+def test_shards_that_the_linear_does_not_have(shard):
+    layer = build("MergedColumnParallelLinear", MODELOPT, 96, [120, 120], name="gate_up_proj")
+    with pytest.raises(ValueError, match=r"shared_expert\.gate_up_proj: .*weight .*MergedColumnParallelLinear"):
+        load_one(layer, "weight", torch.zeros(120, 48, dtype=torch.uint8), shard)
+    layer = build("QKVParallelLinear", MODELOPT, 96, 32, 4, 2, name="qkv_proj")
+    with pytest.raises(ValueError, match=r"qkv_proj: .*weight .*QKVParallelLinear"):
+        load_one(layer, "weight", torch.zeros(128, 48, dtype=torch.uint8), 0)
+
+
 @pytest.mark.parametrize("tensor", DAMAGES)
 def test_missing_tensors_are_refused(tensor):
     layer = build("MergedColumnParallelLinear", MODELOPT, 96, [120, 120], name="gate_up_proj", bias=True)
@@ -421,6 +431,9 @@ def test_sizes_and_dtypes_that_there_are_no_kernels_for():
     layer = merged(CT_MXFP4, Weights(GATE_UP, 96, MXFP4))
     with pytest.raises(ValueError, match=r"gate_up_proj: weights packed for torch.bfloat16 activations, found x of"):
         run(layer, torch.randn(2, 96).half())
+    for k in (64, 128):  # the packed weights have zeros up to 128
+        with pytest.raises(ValueError, match=rf"gate_up_proj: x must have 96 channels, found shape \(2, {k}\)"):
+            run(layer, torch.randn(2, k).bfloat16())
 
 
 def test_packed_linears_are_not_reloaded():

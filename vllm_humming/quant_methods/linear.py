@@ -150,6 +150,8 @@ class HummingLinearMethod(LinearMethodBase):
                 f"{self.layer_name}: weights packed for {self._dtype} activations, found x of {x.dtype}; start the "
                 "engine with that dtype"
             )
+        if x.shape[-1] != self._k:  # the op takes fewer channels, and those of padding
+            raise ValueError(f"{self.layer_name}: x must have {self._k} channels, found shape {tuple(x.shape)}")
         if bias is not None:
             rows = layer.row_scale.shape[1]
             bias = layer.packed_bias if bias is layer.bias else F.pad(bias.float(), (0, rows - bias.shape[0]))[None]

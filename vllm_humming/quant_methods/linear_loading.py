@@ -52,10 +52,16 @@ class LinearLoader:
                 return
             shard = () if loaded_shard_id is None else (loaded_shard_id,)
             where = self._where(suffix, loaded_shard_id)
-            tensor = self._checked(where, kind, loaded_weight, loaded_shard_id)
+            try:
+                rows = compat.linear_checkpoint_rows(self.layer, loaded_shard_id)
+            except (IndexError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{where} came as shard {loaded_shard_id!r}, which {type(self.layer).__name__} does not have"
+                ) from error
+            tensor = self._checked(where, kind, loaded_weight, rows)
             try:
                 inner(param, tensor, *shard)
-            except (AssertionError, IndexError, RuntimeError) as error:
+            except (AssertionError, IndexError, RuntimeError, ValueError) as error:
                 raise ValueError(
                     f"{where} of shape {tuple(loaded_weight.shape)} is nothing that vLLM's loader for "
                     f"{type(self.layer).__name__} takes as shard {loaded_shard_id!r}: {error}"
@@ -87,8 +93,11 @@ class LinearLoader:
     def _where(self, suffix: str, shard: Any) -> str:
         return f"{self.name}: {suffix if shard is None else f'{self._shard_name(shard)}.{suffix}'}"
 
-    def _checked(self, where: str, kind: TensorKind, tensor: Tensor, shard: Any) -> Tensor:
-        """The tensor as vLLM's loader is to copy it: raw bytes, or fp32 [1]; a bias stays what it is."""
+    def _checked(self, where: str, kind: TensorKind, tensor: Tensor, rows: int | None) -> Tensor:
+        """The tensor as vLLM's loader is to copy it: raw bytes, or fp32 [1]; a bias stays what it is.
+
+        rows: that a matrix or a bias must have, None where vLLM's loader alone knows.
+        """
         fmt = self.scheme.weight_format
         if kind == "global":
             if tensor.numel() != 1:
@@ -96,7 +105,6 @@ class LinearLoader:
             checks.check_dtype(where, kind, tensor, fmt)
             checks.global_factors(where, tensor, reciprocal=False)
             return tensor.detach().float().reshape(1)
-        rows = compat.linear_checkpoint_rows(self.layer, shard)
         columns = () if kind == "bias" else (self.input_size // checks.per_element(kind, fmt),)
         # A loader of the layer's own may take any number of rows; then only vLLM's check of them is left.
         checks.check_shape(where, tensor, (tensor.shape[0] if rows is None and tensor.dim() else rows or 0, *columns))
