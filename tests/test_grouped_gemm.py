@@ -204,6 +204,7 @@ REFUSALS = [
     ({"groups": int32([0, 3, 3, 10, 15])}, r"in 0\.\.14"),
     ({"groups": int32([-1, 3, 3, 10, 12])}, r"in 0\.\.14"),
     ({"bias": torch.zeros(EXPERTS, 64)}, "bias must be float32"),
+    ({"bias": torch.zeros(192, EXPERTS).T}, "bias must be float32 .* contiguous"),
 ]
 
 

@@ -27,12 +27,13 @@ def _check_projection(
         f"{name} must be uint8 [E, rows/64, K/128, {size}] ({weight_format.label}), "
         f"found {packed.dtype} {tuple(packed.shape)}",
     )
+    _check(packed.numel() > 0 and packed.is_contiguous(), f"{name} must be contiguous and hold something")
     rows = (packed.shape[0], packed.shape[1] * 64)
     for label, t in (("row_scale", row_scale), ("bias", bias)):
         if t is not None:
             _check(
-                t.dtype == torch.float32 and tuple(t.shape) == rows,
-                f"{name} {label} must be float32 {rows}, found {t.dtype} {tuple(t.shape)}",
+                t.dtype == torch.float32 and tuple(t.shape) == rows and t.is_contiguous(),
+                f"{name} {label} must be float32 {rows} and contiguous, found {t.dtype} {tuple(t.shape)}",
             )
     return PackedProjection(packed, row_scale, bias, weight_format)
 
@@ -51,8 +52,9 @@ def _check_layer(w13: Tensor, w2: Tensor, activation: int, hidden: int) -> None:
         w13.shape[0] == w2.shape[0] and w13.shape[1] * 64 == rows,
         f"w13 must have {rows} rows for {w2.shape[0]} experts (w2 has K = {intermediate}), found {tuple(w13.shape)}",
     )
+    _check(hidden % 8 == 0, f"the hidden size must be a multiple of 8, found {hidden}")
     _check(
-        w13.shape[2] * CHUNK_K - CHUNK_K < hidden <= w13.shape[2] * CHUNK_K and hidden <= w2.shape[1] * 64,
+        w13.shape[2] == -(-hidden // CHUNK_K) and w2.shape[1] == -(-hidden // 64),
         f"x has H = {hidden}, which does not belong to w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}",
     )
 
@@ -84,10 +86,10 @@ def _check_tokens(x: Tensor, x_scale: Tensor | None, out: Tensor, fmt: WeightFor
     _check(k % 8 == 0 and n % 8 == 0, f"the last sizes of x and out must be multiples of 8, found {k} and {n}")
 
 
-def _check_int32(name: str, t: Tensor, size: int) -> None:
+def _check_int32(name: str, t: Tensor, *shape: int) -> None:
     _check(
-        t.dtype == torch.int32 and t.shape == (size,) and t.is_contiguous(),
-        f"{name} must be contiguous int32 ({size},), found {t.dtype} {tuple(t.shape)}",
+        t.dtype == torch.int32 and t.shape == shape and t.is_contiguous(),
+        f"{name} must be contiguous int32 {shape}, found {t.dtype} {tuple(t.shape)}",
     )
 
 
@@ -117,16 +119,25 @@ def moe(
     first = _check_projection("w13", fmt, w13, w13_row_scale, w13_bias)
     second = _check_projection("w2", fmt, w2, w2_row_scale, w2_bias)
     _check(
-        x.dtype in (torch.bfloat16, torch.float16) and out.dtype == x.dtype and out.shape == x.shape,
+        x.dtype in _DTYPES and x.dim() == 2 and out.dtype == x.dtype and out.shape == x.shape,
         f"x and out must be [M, H] of one dtype, bfloat16 or float16, found {x.dtype} {tuple(x.shape)} and "
         f"{out.dtype} {tuple(out.shape)}",
     )
+    _check(x.is_contiguous() and out.is_contiguous(), "x and out must be contiguous")
     _check_layer(w13, w2, activation, x.shape[1])
     _check(
         topk_ids.shape == topk_weights.shape and topk_ids.dim() == 2 and topk_ids.shape[0] == x.shape[0],
         f"topk_ids and topk_weights must be [{x.shape[0]}, k], found {tuple(topk_ids.shape)} and "
         f"{tuple(topk_weights.shape)}",
     )
+    _check(topk_ids.shape[1] > 0, "top_k must be at least 1")
+    _check_int32("topk_ids", topk_ids, *topk_ids.shape)
+    _check(
+        topk_weights.dtype == torch.float32 and topk_weights.is_contiguous(),
+        f"topk_weights must be contiguous float32, found {topk_weights.dtype}",
+    )
+    if expert_map is not None:
+        _check_int32("expert_map", expert_map, expert_map.numel())
     reference.moe(
         x,
         topk_weights,
