@@ -20,7 +20,16 @@ from typing import Any, TextIO
 
 import torch
 from contestants import COMPILING, CONTESTANTS, SETS, Call, Calls, Gemm, LeftOut, Options, Rows
-from protocol import FLUSH_BYTES, MEMORY_RATE, TENSOR_RATE, WEIGHT_BYTES, Deadline, cold_times, geometric_mean
+from protocol import (
+    FLUSH_BYTES,
+    MEMORY_RATE,
+    TENSOR_RATE,
+    WEIGHT_BYTES,
+    Deadline,
+    cold_times,
+    geometric_mean,
+    require_gpu,
+)
 from routing import ROUTINGS
 
 from vllm_humming import ops
@@ -300,6 +309,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    require_gpu()
     deadline = Deadline(args.deadline)
     if "ours" in args.peers:
         ops.load_kernels()

@@ -26,6 +26,7 @@ from protocol import (
     WEIGHT_BYTES,
     geometric_mean,
     replay_times,
+    require_gpu,
     weight_sets,
 )
 from routing import ROUTINGS, route
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--label", default="vllm-humming")
     parser.add_argument("--out", type=Path, help="append one JSON line a point")
     args = parser.parse_args()
+    require_gpu()
     ops.load_kernels()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     peers = read_peers(args.peers, args.fmt)

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from protocol import require_gpu
 from vllm_layer import make_layer, method_of, start_vllm
 
 # label: (quantization, environment)
@@ -199,6 +200,7 @@ def main() -> int:
     for name in ("--one", "--label", "--fmt"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    require_gpu()
     if args.one:
         return one(args)
     pairs = [(label, fmt) for fmt in args.formats for label in args.contestants]

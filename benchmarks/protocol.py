@@ -2,8 +2,10 @@
 """What the benchmarks share: shapes, weight sets, rates and timing. README.md beside this states the protocol."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,12 @@ TENSOR_RATE = {"a16": 690e12, "w4a8": 1380e12}  # flop / s; bf16 measured, e4m3 
 REPLAYS = 15
 COLD_CALLS = 25
 FLUSH_BYTES = 256 << 20  # written between cold calls: several times the 60 MB of L2
+
+
+def require_gpu() -> None:
+    """Ends the program with what is missing where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name} needs an SM90 GPU: torch {torch.__version__} finds no CUDA device")
 
 
 def weight_sets(shape: str, fmt: str) -> int:

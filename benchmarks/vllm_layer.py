@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 os.environ["MASTER_PORT"] = str(29511 + os.getpid() % 400)
 import torch
-from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, weight_sets
+from protocol import SHAPES, TOKENS, WEIGHT_BYTES, replay_times, require_gpu, weight_sets
 from routing import ROUTINGS, route
 
 # Of this plugin's packed chunks: bytes, and scale bytes of the same sizes (for FP8 activations: of 2^-5 and 2^-4).
@@ -173,6 +173,7 @@ def main() -> int:
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--out", help="append one JSON line a point")
     args = parser.parse_args()
+    require_gpu()
     failed = 0
     with ExitStack() as stack:
         out = stack.enter_context(open(args.out, "a")) if args.out else None

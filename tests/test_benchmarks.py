@@ -89,6 +89,21 @@ def test_scripts_start(script):
     assert "--out" in done.stdout
 
 
+@pytest.mark.parametrize("script", ["layer.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
+def test_scripts_say_that_they_need_a_gpu(script):
+    root = BENCHMARKS.parent
+    done = subprocess.run(
+        [sys.executable, *f"{BENCHMARKS}/{script}".split()],
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"{script.split()[0]} needs an SM90 GPU" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def layer_script(modules):
     import layer

@@ -400,6 +400,7 @@ def measured(bench, monkeypatch):
         monkeypatch.setattr(bench.gemm, "FLUSH_BYTES", 16)
         monkeypatch.setattr(bench.gemm, "cold_times", lambda run, flush, eager=False: [getattr(run, "us", 1.0)] * 3)
         monkeypatch.setattr(bench.gemm.ops, "load_kernels", lambda: None)
+        monkeypatch.setattr(bench.gemm, "require_gpu", lambda: None)
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **rest: zeros(*size, **rest))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
