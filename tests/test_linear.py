@@ -505,6 +505,37 @@ def test_what_is_no_fp4_linear_stays_vllms(name, vllms):
     assert method_for(OTHERS[name], "down_proj") is vllms
 
 
+HEADS = {
+    "compressed-tensors": CT_NVFP4 | {"ignore": []},
+    "ModelOpt": MODELOPT | {"ignore": []},
+    "ModelOpt mixed": MODELOPT_MIXED | {"ignore": [], "quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}},
+}
+HEADS["compressed-tensors"]["config_groups"] = {
+    "group_0": CT_NVFP4["config_groups"]["group_0"] | {"targets": ["Linear", "re:.*lm_head"]}
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_quantised_output_layer_is_refused_by_name_without_a_gpu(name):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    with (
+        engine(additional=OURS),
+        pytest.raises(
+            ValueError, match=r"(?s)^lm_head: vLLM itself runs this ParallelLMHead of a .* leaves it unquantised$"
+        ),
+    ):
+        ParallelLMHead(256, 128, params_dtype=torch.bfloat16, quant_config=quant_config(HEADS[name]), prefix="lm_head")
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors NVFP4", "ModelOpt", "ModelOpt mixed"])
+def test_vllms_fp4_linears_are_refused_by_name_without_a_gpu(name):
+    with pytest.raises(
+        ValueError, match=r"(?s)^model\..*down_proj: vLLM itself runs .*option linears set to 'humming'"
+    ):
+        build("ReplicatedLinear", FORMATS[name][0], 128, 64, name="down_proj", options={})
+
+
 def test_vision_towers_of_older_modelopt_checkpoints_stay_vllms(vllms):
     assert method_for(MODELOPT, "vision_tower.down_proj") is vllms
 

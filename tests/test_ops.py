@@ -92,7 +92,10 @@ def test_fakes_do_no_work():
         ({"topk_ids": torch.zeros(3, 2, dtype=torch.int64)}, r"topk_ids must be contiguous int32 \(3, 2\)"),
         ({"topk_ids": torch.zeros(3, 2)}, r"topk_ids must be contiguous int32 \(3, 2\)"),
         ({"topk_weights": torch.ones(3, 2).half()}, "topk_weights must be contiguous float32, found torch.float16"),
-        ({"topk_ids": torch.zeros(3, 0, dtype=torch.int32), "topk_weights": torch.ones(3, 0)}, "top_k must be at least 1"),
+        (
+            {"topk_ids": torch.zeros(3, 0, dtype=torch.int32), "topk_weights": torch.ones(3, 0)},
+            "top_k must be at least 1",
+        ),
         ({"expert_map": torch.zeros(2, dtype=torch.int64)}, r"expert_map must be contiguous int32 \(2,\)"),
         ({"w13_row_scale": torch.ones(128, 2).T}, "w13 row_scale must be float32 .* contiguous"),
     ],

@@ -7,6 +7,8 @@ cache, ignore lists, name mappers and every isinstance check in vLLM go on as th
 workers by pickle, so a shadow class is found by its qualified name: this module makes it on demand (see __getattr__).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,18 +111,40 @@ class ShadowMixin(_Served):
                     scheme.weight_format.label,
                     scheme.stated,
                 )
-        try:
-            method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        except ValueError as error:
-            if compat.is_linear(layer) and compat.platform().kind != "cuda":
-                raise ValueError(
-                    f"{prefix}: vLLM itself runs the quantised linear layers of a {self.checkpoint_format.label} "
-                    f"checkpoint, and refuses this one without a GPU: {error} FP4 ones with 16-bit activations run "
-                    "here with the option linears set to 'humming', and so do checkpoints that quantise the experts "
-                    "alone (the rest under their ignore list)"
-                ) from error
-            raise
+        method: QuantizeMethodBase | None
+        if compat.platform().kind == "cuda":
+            method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+            return method
+        with self._refusals_explained(layer, prefix):
+            method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        if method is not None:  # some choose their kernel only there
+            create_weights = method.create_weights
+
+            def explained(*args: Any, **kwargs: Any) -> Any:
+                with self._refusals_explained(layer, prefix):
+                    return create_weights(*args, **kwargs)
+
+            method.create_weights = explained
         return method
+
+    @contextmanager
+    def _refusals_explained(self, layer: torch.nn.Module, prefix: str) -> Iterator[None]:
+        """What vLLM's own method refuses for want of a GPU, with the layer's name and what to do."""
+        try:
+            yield
+        except ValueError as error:
+            label = self.checkpoint_format.label
+            if not compat.is_linear(layer):  # a quantised lm_head or embedding
+                raise ValueError(
+                    f"{prefix}: vLLM itself runs this {type(layer).__name__} of a {label} checkpoint, and refuses it "
+                    f"without a GPU: {str(error).strip()} Use a checkpoint that leaves it unquantised"
+                ) from error
+            raise ValueError(
+                f"{prefix}: vLLM itself runs the quantised linear layers of a {label} checkpoint, and refuses this one "
+                f"without a GPU: {str(error).strip()} FP4 ones with 16-bit activations run here with the option "
+                "linears set to 'humming', and so do checkpoints that quantise the experts alone (the rest under their "
+                "ignore list)"
+            ) from error
 
 
 def shadow_class(checkpoint_format: CheckpointFormat) -> Any:
