@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_humming import ops
-from vllm_humming.moe.packing import allocate
+from vllm_humming.moe.packing import allocate, pack_expert
+from vllm_humming.moe.scales import window_of
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 
@@ -129,7 +130,30 @@ def test_kernels_that_do_not_load_say_so_and_leave_the_ops_usable(monkeypatch, t
 
 def test_cuda_tensors_are_refused_before_the_kernels_are_loaded():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert all(has(f"vllm_humming::{name}", "CUDA") for name in ("moe", "moe_batched", "grouped_gemm"))
+    assert all(has(f"vllm_humming::{name}", "CUDA") for name in ops._CPU_OPS)
+
+
+@pytest.mark.parametrize("gate_up", [None, "packed", "interleaved"])
+def test_pack_rows_is_what_pack_expert_does(gate_up):
+    fmt, gated = WEIGHT_FORMATS["nvfp4"], gate_up is not None
+    codes = torch.randint(1, 256, (96, 40), dtype=torch.uint8) | 0x11
+    scales = torch.randint(0x28, 0x38, (96, 5), dtype=torch.uint8)
+    bias, factor = torch.randn(96), torch.rand(96) + 0.5
+    make = {"gated": gated, "has_bias": True, "device": "cpu", "weight_format": fmt}
+    whole, placed = allocate(1, 96, 80, **make), allocate(1, 96, 80, **make)
+    pack_expert(
+        whole, 0, codes, scales, bias, global_scale=factor, gated=gated, gate_up=gate_up or "packed",
+        dtype=torch.float16, layer="l",
+    )  # fmt: skip
+    groups = fmt.pack_groups("l", codes.view(96, 5, 8), scales, factor, window_of(torch.float16))
+    arguments = (codes, groups.scales, groups.row_scale, bias, *(t[0] for t in placed.tensors))
+    options = (fmt.code, 1, gated, gate_up == "interleaved", fmt.zero_group)
+    torch.ops.vllm_humming.pack_rows(*arguments, *options)
+    assert all(torch.equal(*pair) for pair in zip(whole.tensors, placed.tensors, strict=True))
+    with pytest.raises(ValueError, match="do not fit packed weights"):
+        torch.ops.vllm_humming.pack_rows(codes.repeat(3, 1), *arguments[1:], *options)
+    with pytest.raises(ValueError, match="zero_group"):
+        torch.ops.vllm_humming.pack_rows(*arguments, *options[:-1], 0)
 
 
 def test_import_needs_torch_only():

@@ -7,7 +7,8 @@ from torch import Tensor
 from vllm_humming.moe import reference
 from vllm_humming.moe.codes import CHUNK_K
 from vllm_humming.moe.layouts import GemmLayout
-from vllm_humming.moe.packing import PackedProjection
+from vllm_humming.moe.packing import PackedProjection, place
+from vllm_humming.moe.scales import window_of
 from vllm_humming.moe.weight_formats import BY_CODE, WeightFormat
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -250,4 +251,45 @@ def _check_gemm_sizes(packed: Tensor, k: int, n: int, fmt: WeightFormat) -> None
         least_k <= k <= most_k and 0 < n <= most_n,
         f"x has K = {k} and out N = {n}, which do not fit packed {tuple(packed.shape)}: "
         f"K must be in {least_k}..{most_k}, N in 1..{most_n}",
+    )
+
+
+def pack_rows(
+    codes: Tensor,
+    scales: Tensor,
+    row_scale: Tensor,
+    bias: Tensor | None,
+    packed: Tensor,
+    packed_row_scale: Tensor,
+    packed_bias: Tensor | None,
+    weight_format: int,
+    dtype: int,
+    gated: bool,
+    interleaved: bool,
+    zero_group: int,
+) -> None:
+    fmt = _check_format(weight_format)
+    _check(dtype in (0, 1), f"dtype must be 0 (bfloat16) or 1 (float16), found {dtype}")
+    _check(zero_group == fmt.zero_group, f"zero_group of {fmt.label} is {fmt.zero_group}, found {zero_group}")
+    _check((bias is None) == (packed_bias is None), "bias and packed_bias belong together")
+    target = (packed[None], packed_row_scale[None], None if packed_bias is None else packed_bias[None])
+    _check_projection("packed", fmt, *target)
+    n, k = codes.shape[0], codes.shape[1] * 2
+    rows, whole = packed_row_scale.shape[0], packed.shape[1] * CHUNK_K
+    _check(
+        n <= rows and k <= whole and k % fmt.group_k == 0 and not (gated and n % 2),
+        f"codes {tuple(codes.shape)} do not fit packed weights {tuple(packed.shape)}",
+    )
+    place(
+        codes,
+        scales,
+        row_scale,
+        bias,
+        packed,
+        packed_row_scale,
+        packed_bias,
+        weight_format=fmt,
+        window=window_of(_DTYPES[dtype]),
+        gated=gated,
+        interleaved=interleaved,
     )

@@ -6,7 +6,8 @@ they run the kernels after `load_kernels()`, and before that raise the message t
 
 moe: the routed-experts layer. moe_batched: the same experts on tokens that lie by expert already, x and out [E, max, H]
 with counts int32 [E], without router weights and sum. grouped_gemm: one projection without activation; `layout` is a
-moe.layouts.GemmLayout, which has the shapes.
+moe.layouts.GemmLayout, which has the shapes. pack_rows: one expert's weights into the kernels' layout, as
+moe.packing.place does it; dtype 0 is bfloat16 and 1 float16.
 
 x of moe_batched and grouped_gemm is bf16 or fp16, of out's dtype; with `weight_format` 2 (FP8 tokens) any of the two,
 or float8_e4m3fn in natural K order with x_scale fp32 [.., rows, ceil(K / 128)] (contiguous, or as
@@ -44,14 +45,27 @@ _SCHEMAS = {
     "grouped_gemm": "(Tensor x, Tensor? x_scale, Tensor packed, Tensor row_scale, Tensor? bias, Tensor? groups, "
     "Tensor? rows, Tensor(a!) workspace, Tensor(b!) out, int layout, int weight_format, int tile) -> ()",
     "grouped_gemm_workspace_bytes": "(int rows, int num_experts, int k, int weight_format, int layout) -> int",
+    "pack_rows": "(Tensor codes, Tensor scales, Tensor row_scale, Tensor? bias, Tensor(a!) packed, "
+    "Tensor(b!) packed_row_scale, Tensor(c!)? packed_bias, int weight_format, int dtype, bool gated, bool interleaved, "
+    "int zero_group) -> ()",
     "tile_field": "(int tile, int field) -> int",
 }
-_CPU_OPS = {"moe": cpu_ops.moe, "moe_batched": cpu_ops.moe_batched, "grouped_gemm": cpu_ops.grouped_gemm}
+_CPU_OPS = {
+    "moe": cpu_ops.moe,
+    "moe_batched": cpu_ops.moe_batched,
+    "grouped_gemm": cpu_ops.grouped_gemm,
+    "pack_rows": cpu_ops.pack_rows,
+}
 
 _definitions = torch.library.Library("vllm_humming", "DEF")
 _placeholders: torch.library.Library | None = None
 _lock = Lock()
 _loaded = False
+
+
+def kernels_loaded() -> bool:
+    """Whether load_kernels() has loaded the compiled kernels in this process."""
+    return _loaded
 
 
 def kernels_available() -> bool:
@@ -112,7 +126,8 @@ def _add_placeholders() -> None:
     global _placeholders
     _placeholders = torch.library.Library("vllm_humming", "IMPL")
     for name in _CPU_OPS:
-        _placeholders.impl(f"{name}_workspace_bytes", _no_workspace, "CompositeExplicitAutograd")
+        if (workspace := f"{name}_workspace_bytes") in _SCHEMAS:
+            _placeholders.impl(workspace, _no_workspace, "CompositeExplicitAutograd")
         _placeholders.impl(name, _refuse, "CUDA")
 
 

@@ -4,12 +4,14 @@
 usage: PYTHONPATH=. python3 tests/gpu/check_decode.py [--device cpu]
 MXFP4, also for FP8: every code x every e8m0 byte 0..254, rows that span the whole exact window. NVFP4: every code x
 every e4m3 byte, zero and subnormals included, in every place. Every compiled tile of the path, bf16 and fp16. What the
-output dtype cannot hold must come out as the exact value rounded once. Needs torch and the compiled kernels, not vLLM.
+output dtype cannot hold must come out as the exact value rounded once. Before that: packing there against packing on
+the CPU. Needs torch and the compiled kernels, not vLLM.
 """
 
 import argparse
 import math
 import sys
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -106,6 +108,45 @@ def wrong(
     )
 
 
+def check_packing(device: str) -> int:
+    """pack_rows against its definition on the CPU, byte for byte, on what held other weights before; failures."""
+    gen = torch.Generator().manual_seed(1)
+    failures = cases = 0
+    for fmt, dtype, (n, k), has_bias in product(
+        (MXFP4, NVFP4, MXFP4_FP8), SPANS, ((64, 128), (200, 352), (736, 2880), (2048, 1024)), (False, True)
+    ):
+        for gated, gate_up in ((False, "packed"), (True, "packed"), (True, "interleaved")):
+            codes = torch.randint(0, 256, (n, k // 2), generator=gen, dtype=torch.uint8)
+            codes[:, : fmt.group_k // 2] &= 0x88  # groups of zeros
+            scales = torch.randint(100, 115, (n, k // fmt.group_k), generator=gen, dtype=torch.uint8)
+            bias = torch.randn(n, generator=gen) if has_bias else None
+            factor = torch.rand(n, generator=gen) + 0.5 if fmt.has_global else None
+            results = []
+            for place in ("cpu", device):
+                make = {"gated": gated, "has_bias": has_bias, "device": place, "weight_format": fmt}
+                weights = allocate(2, n, k, **make)
+                for t in weights.tensors:
+                    if t is not None:
+                        t.copy_(torch.full_like(t, 77))
+                pack_expert(
+                    weights,
+                    1,
+                    *(t if t is None else t.to(place) for t in (codes, scales, bias)),
+                    global_scale=factor if factor is None else factor.to(place),
+                    gated=gated,
+                    gate_up=gate_up,
+                    dtype=dtype,
+                    layer="check",
+                )
+                results.append([t.cpu() for t in weights.tensors if t is not None])
+            cases += 1
+            if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
+                failures += 1
+                print(f"FAIL packing {fmt.label} {dtype} {n}x{k} bias {has_bias} gated {gated} {gate_up}")
+    print(f"packing on the {device} equals the CPU's byte for byte: {cases - failures} of {cases}", flush=True)
+    return failures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -113,7 +154,7 @@ def main() -> int:
     if device == "cuda":
         ops.load_kernels()
     gen = torch.Generator(device=device).manual_seed(0)
-    failures = 0
+    failures = check_packing(device)
     for dtype, span in SPANS.items():
         cases = {
             "every code x byte": (MXFP4, *every_code_and_byte(device)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_humming.moe.codes import BLOCK_ROWS, CHUNK_K, CODE_BYTES, code_values, code_words
 from vllm_humming.moe.fp8 import Rounding
-from vllm_humming.moe.scales import check_global_scale, window_of
+from vllm_humming.moe.scales import Window, check_global_scale, window_of
 from vllm_humming.moe.weight_formats import MXFP4, WeightFormat, factor_table
 
 
@@ -123,28 +123,72 @@ def pack_expert(
     """
     where = where or f"{layer}: expert {expert}: {tensor}"
     fmt, window = dst.weight_format, window_of(dtype)
-    blocks, chunks = dst.packed.shape[1:3]
-    rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K
+    k = dst.packed.shape[2] * CHUNK_K
     codes, raw, factor = _checked_inputs(where, codes, scales, bias, global_scale, dst, k, gated)
 
     groups = fmt.pack_groups(where, codes.view(codes.shape[0], -1, fmt.group_k // 2), raw, factor, window)
+    source = (
+        groups.codes.view_as(codes),
+        groups.scales,
+        groups.row_scale,
+        None if bias is None else bias.detach().float(),
+    )
+    target = dst.packed[expert], dst.row_scale[expert], None if dst.bias is None else dst.bias[expert]
+    interleaved = gate_up == "interleaved"
+    if _compiled(dst.packed.device):
+        fp16 = int(dtype == torch.float16)
+        torch.ops.vllm_humming.pack_rows(
+            *(None if t is None else t.contiguous() for t in source),
+            *target, fmt.code, fp16, gated, interleaved, fmt.zero_group,
+        )  # fmt: skip
+    else:
+        place(*source, *target, weight_format=fmt, window=window, gated=gated, interleaved=interleaved)
+    return groups.rounding
+
+
+def _compiled(device: torch.device) -> bool:
+    """Whether the compiled pack_rows, a tenth of place's launches, runs there."""
+    from vllm_humming import ops  # which imports this module
+
+    return device.type == "cuda" and ops.kernels_loaded()
+
+
+def place(
+    codes: Tensor,
+    scales: Tensor,
+    row_scale: Tensor,
+    bias: Tensor | None,
+    packed: Tensor,
+    packed_row_scale: Tensor,
+    packed_bias: Tensor | None,
+    *,
+    weight_format: WeightFormat,
+    window: Window,
+    gated: bool,
+    interleaved: bool,
+) -> None:
+    """Writes one expert's weights, as pack_groups makes them, to their places in the layout, and the padding.
+
+    codes uint8 [N, K/2], scales uint8 [N, groups], row_scale and bias fp32 [N], rows in the checkpoint's order; packed
+    uint8 [rows/64, K/128, chunk bytes], packed_row_scale and packed_bias fp32 [rows].
+    """
+    fmt, (blocks, chunks) = weight_format, packed.shape[:2]
+    rows, k = blocks * BLOCK_ROWS, chunks * CHUNK_K
 
     def spread(t: Tensor, columns: int, fill: float) -> Tensor:
-        return _to_packed_rows(t, rows, columns, gated=gated, interleaved=gate_up == "interleaved", fill=fill)
+        return _to_packed_rows(t, rows, columns, gated=gated, interleaved=interleaved, fill=fill)
 
-    words = code_words(spread(groups.codes.view_as(codes), k // 2, 0), fmt.code_layout(window))
+    words = code_words(spread(codes, k // 2, 0), fmt.code_layout(window))
     # [block, w, half, g, chunk, group] -> [block, chunk, w, g, half, group]
-    group_bytes = spread(groups.scales, k // fmt.group_k, fmt.zero_group)
+    group_bytes = spread(scales, k // fmt.group_k, fmt.zero_group)
     group_bytes = group_bytes.view(blocks, 4, 2, 8, chunks, fmt.chunk_groups)
     group_bytes = group_bytes.permute(0, 4, 1, 3, 2, 5).reshape(blocks, chunks, fmt.scale_bytes)
 
-    target = dst.packed[expert]
-    target.view(torch.int32)[..., : CODE_BYTES // 4].copy_(words)
-    target[..., CODE_BYTES:].copy_(group_bytes)
-    dst.row_scale[expert].copy_(spread(groups.row_scale[:, None], 1, 1.0)[:, 0])
-    if dst.bias is not None and bias is not None:
-        dst.bias[expert].copy_(spread(bias.detach().float()[:, None], 1, 0.0)[:, 0])
-    return groups.rounding
+    packed.view(torch.int32)[..., : CODE_BYTES // 4].copy_(words)
+    packed[..., CODE_BYTES:].copy_(group_bytes)
+    packed_row_scale.copy_(spread(row_scale[:, None], 1, 1.0)[:, 0])
+    if packed_bias is not None and bias is not None:
+        packed_bias.copy_(spread(bias[:, None], 1, 0.0)[:, 0])
 
 
 def unpack_expert(
