@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kThreads = kMostExperts;  // one thread an expert
 
-// One CTA. What lies outside 0 .. rows, or beyond a group's rows_each, makes no tiles.
+// One CTA. What lies outside 0 .. rows, or beyond a group's rows_each, makes no tiles. Offsets must ascend: groups that overlap could make
+// more tiles than the list holds.
 template <int Gemms>
 __global__ void __launch_bounds__(kThreads) group_tiles(const __grid_constant__ GroupParams p) {
   __shared__ TileCounts counts;

@@ -76,6 +76,7 @@ struct TokenScales {
 template <typename C, int N>
 __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
+  static_assert(C::kBlocks == 2, "a stage is released once the first promotion has read its token scales");
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fp8Fragment at(s.weights + warpgroup * C::kBlocks * C::kChunkBytes, thread);
   const uint32_t scales = s.scales + lane % 4 * C::kMaxWidth;

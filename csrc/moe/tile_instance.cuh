@@ -3,6 +3,7 @@
 // build in parallel.
 #pragma once
 #include <algorithm>
+#include <limits>
 #include "gemm.cuh"
 #include "launch.h"
 
@@ -21,6 +22,7 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
     map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
   }
   const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas));
+  if (most_tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
   launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
