@@ -117,7 +117,7 @@ class ShadowMixin(_Served):
             return method
         with self._refusals_explained(layer, prefix):
             method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        if method is not None:  # some choose their kernel only there
+        if isinstance(method, QuantizeMethodBase):  # some choose their kernel only there
             create_weights = method.create_weights
 
             def explained(*args: Any, **kwargs: Any) -> Any:
@@ -132,16 +132,17 @@ class ShadowMixin(_Served):
         """What vLLM's own method refuses for want of a GPU, with the layer's name and what to do."""
         try:
             yield
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:  # 0.26 asserts that a kernel runs here, without a word
             label = self.checkpoint_format.label
+            reason = str(error).strip() or "no kernel of its own runs here."
             if not compat.is_linear(layer):  # a quantised lm_head or embedding
                 raise ValueError(
                     f"{prefix}: vLLM itself runs this {type(layer).__name__} of a {label} checkpoint, and refuses it "
-                    f"without a GPU: {str(error).strip()} Use a checkpoint that leaves it unquantised"
+                    f"without a GPU: {reason} Use a checkpoint that leaves it unquantised"
                 ) from error
             raise ValueError(
                 f"{prefix}: vLLM itself runs the quantised linear layers of a {label} checkpoint, and refuses this one "
-                f"without a GPU: {str(error).strip()} FP4 ones with 16-bit activations run here with the option "
+                f"without a GPU: {reason} FP4 ones with 16-bit activations run here with the option "
                 "linears set to 'humming', and so do checkpoints that quantise the experts alone (the rest under their "
                 "ignore list)"
             ) from error
