@@ -30,15 +30,14 @@ from layers import (
     require,
     workspace_for,
 )
-from report import Report
+from report import Report, run_groups
 from torch import Tensor
 
-from vllm_humming import ops
 from vllm_humming.moe import fp8, schedule
 from vllm_humming.moe.layouts import GemmLayout, scales_m_major
 from vllm_humming.moe.packing import PackedProjection, allocate, pack_expert
 from vllm_humming.moe.quantize import dequantize
-from vllm_humming.moe.weight_formats import WEIGHT_FORMATS, WeightFormat
+from vllm_humming.moe.weight_formats import WeightFormat
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERTS = 7
@@ -467,24 +466,5 @@ GROUPS = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
-    args = parser.parse_args()
-    if args.device == "cuda":
-        ops.load_kernels()
-        torch.cuda.init()
-    report = Report()
-    for name in args.formats:
-        print(name, flush=True)
-        args.format = WEIGHT_FORMATS[name]
-        for group in args.only:
-            GROUPS[group](report, args)
-    print(f"{len(report.failures)} failures in {report.seconds():.0f} s")
-    return 1 if report.failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_groups(__doc__, GROUPS))

@@ -27,11 +27,9 @@ from layers import (
     selected_tiles,
     workspace_for,
 )
-from report import Report
+from report import Report, run_groups
 
 from benchmarks.routing import route
-from vllm_humming import ops
-from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
@@ -343,25 +341,5 @@ GROUPS = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, about a fifth of the time")
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
-    args = parser.parse_args()
-    if args.device == "cuda":
-        ops.load_kernels()
-        torch.cuda.init()
-    report = Report()
-    for weight_format in args.formats:
-        print(weight_format, flush=True)
-        args.format = WEIGHT_FORMATS[weight_format]
-        for name in args.only:
-            GROUPS[name](report, args)
-    print(f"{len(report.failures)} failures in {report.seconds():.0f} s")
-    return 1 if report.failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_groups(__doc__, GROUPS, quick="fewer sizes, about a fifth of the time"))

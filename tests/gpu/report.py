@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a GPU check: one line a group of cases, and every failure."""
+"""The table of a GPU check: one line a group of cases, and every failure; the command line that runs groups."""
 
+import argparse
 import time
 from collections.abc import Callable
 
 import torch
+
+from vllm_humming import ops
+from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 
 class Report:
@@ -43,3 +47,28 @@ class Report:
             f"{self.group:<24} {self.cases:>4} cases  {worst:<56} {self.seconds():6.1f} s  {verdict}",
             flush=True,
         )
+
+
+def run_groups(doc: str | None, groups: dict[str, Callable[[Report, argparse.Namespace], None]], **flags: str) -> int:
+    """A check's main(): runs the chosen groups in each chosen format, args.format; the exit status.
+
+    flags: names of further options without a value, and their help.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, text in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=text)
+    parser.add_argument("--only", nargs="+", choices=list(groups), default=list(groups))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
+    args = parser.parse_args()
+    if args.device == "cuda":
+        ops.load_kernels()
+        torch.cuda.init()
+    report = Report()
+    for name in args.formats:
+        print(name, flush=True)
+        args.format = WEIGHT_FORMATS[name]
+        for group in args.only:
+            groups[group](report, args)
+    print(f"{len(report.failures)} failures in {report.seconds():.0f} s")
+    return 1 if report.failures else 0
