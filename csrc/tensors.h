@@ -74,7 +74,8 @@ inline void require_aligned(const Tensor& t, const char* name) {
 }
 
 inline Format format_of(int64_t weight_format) {
-  require(weight_format >= 0 && weight_format < kFormats, "weight_format must be 0 (MXFP4), 1 (NVFP4) or 2 (MXFP4 for FP8 activations), found " + std::to_string(weight_format));
+  require(weight_format >= 0 && weight_format < kFormats,
+          "weight_format must be 0 (MXFP4), 1 (NVFP4) or 2 (MXFP4 for FP8 activations), found " + std::to_string(weight_format));
   return static_cast<Format>(weight_format);
 }
 

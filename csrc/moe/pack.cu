@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ PackPar
   *reinterpret_cast<uint4*>(out + threadIdx.x * 16) = make_uint4(words[0], words[1], words[2], words[3]);
 
   for (int i = threadIdx.x; i < kBlockRows * kGroups; i += kThreads) {  // [w 4][g 8][half 2][group]
-    const int group = i % kGroups, half = i / kGroups % 2, from = source_row(p, block * kBlockRows + i / (kGroups * 16) * 16 + half * 8 + i / (kGroups * 2) % 8);
+    const int group = i % kGroups, half = i / kGroups % 2;
+    const int from = source_row(p, block * kBlockRows + i / (kGroups * 16) * 16 + half * 8 + i / (kGroups * 2) % 8);
     const int at = chunk * kGroups + group, groups_in = p.k_in / group_k(F);
     out[kCodeBytes + i] = from >= 0 && at < groups_in ? p.scales[int64_t(from) * groups_in + at] : p.zero_group;
   }

@@ -125,8 +125,8 @@ void launch_sort(const void* x, void* sorted, const RouteParams& p, int64_t colu
 }
 
 void launch_permute(const void* x, void* sorted, const RowList& list, int64_t columns, cudaStream_t stream) {
-  launch(list.begin ? permute<true> : permute<false>, (list.rows + kBatch - 1) / kBatch, kThreads, 0, stream, static_cast<const uint4*>(x), static_cast<uint4*>(sorted), list,
-         int(columns / 8));
+  launch(list.begin ? permute<true> : permute<false>, (list.rows + kBatch - 1) / kBatch, kThreads, 0, stream, static_cast<const uint4*>(x),
+         static_cast<uint4*>(sorted), list, int(columns / 8));
 }
 
 }  // namespace vllm_humming

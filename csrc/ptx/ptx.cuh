@@ -82,6 +82,8 @@ __device__ __forceinline__ uint32_t mbarrier_ready(uint32_t bar, uint32_t parity
       : "memory");
   return ready;
 }
+// mbarrier_wait unless `ready`. One piece of asm: a branch around it would look divergent; and not what mbarrier_wait calls: with a constant
+// `ready` its machine code was another.
 __device__ __forceinline__ void mbarrier_wait_unless(uint32_t ready, uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
