@@ -81,6 +81,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     q.columns = int(e.hidden);
     q.scale_stride = int(entries);
     q.row_of_slot = route.row_of_slot;
+    q.sparse = e.experts < a.global_experts;
     launch_quantize(token_type(e.dtype), q, stream);
     r.x = w + ws.y;
     r.x_scale = q.scale;

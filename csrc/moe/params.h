@@ -97,7 +97,8 @@ struct QuantizeParams {
   RowList list;
   const int* counts;          // device: how many of each rows_each rows there are, or null: all
   int columns, scale_stride;
-  const int* row_of_slot;     // RouteParams', or null: by rows. By tokens all of them are read, `list` says only how many slots there are
+  const int* row_of_slot;     // RouteParams': tokens go each to its rows, and of `list` counts only how many slots there are; or null: by rows
+  bool sparse;                // there: many tokens may have no row
   // e4m3 tokens: the scale of token t and group g is x_scale[t / rows_each * strides[0] + t % rows_each * strides[1] + g * strides[2]].
   const float* x_scale;
   int64_t x_scale_strides[3];

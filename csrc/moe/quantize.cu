@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens to e4m3, sorted: row r holds x[slots[r] / top_k], with one scale for each 128 columns, whose places are those of fp8_place. Tokens
-// that are e4m3 already keep their codes and scales.
+// Tokens to e4m3, sorted: row r holds x[slots[r] / top_k], with one scale for each 128 columns, whose places are those of fp8_place. By tokens
+// in a layer, by rows where the caller has grouped them. Tokens that are e4m3 already keep their codes and scales.
 #include <type_traits>
 #include "../mma/fp8.cuh"
 #include "../ptx/ptx.cuh"
@@ -107,13 +107,21 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
 
 // By tokens: Loads vectors a thread of one token, quantised once, whose codes go from shared memory to each of the token's rows. A CTA has
 // blockDim.x * Loads vectors, whole groups, of the token. Tokens are older than the kernel ahead, the routing, which has waited: reading (past L1,
-// which may hold what these addresses were before) and arithmetic run beside it.
+// which may hold what these addresses were before) and arithmetic run beside it; of large batches those without a row are not read.
 template <typename T2, int Loads>
 __global__ void __launch_bounds__(kThreads, 4) quantize_tokens(const __grid_constant__ QuantizeParams p) {
   __shared__ __align__(128) uint8_t codes[kThreads * kVector * Loads];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, token = blockIdx.x, top_k = p.list.top_k;
   const int groups = (p.columns + kBlockK - 1) / kBlockK, vectors = p.columns / kVector;
   const int first = blockIdx.y * (blockDim.x * Loads / kGroupThreads);  // group
+  const int* rows = p.row_of_slot + token * top_k;
+  if (Loads > 1 && p.sparse) {
+    ptx::grid_dependency_wait();
+    bool any = false;
+#pragma unroll 1
+    for (int k = lane; k < top_k; k += 32) any = any || __ldcg(rows + k) >= 0;
+    if (!__any_sync(~0u, any)) return;
+  }
   const uint4* x = static_cast<const uint4*>(p.x) + int64_t(token) * vectors;
   uint4 value[Loads];
 #pragma unroll
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_tokens(const __grid_cons
   const int bytes = min(int(blockDim.x * Loads / kGroupThreads), groups - first) * kBlockK;
 #pragma unroll 1
   for (int k0 = 0; k0 < top_k; k0 += kGroupThreads) {  // a row a lane, in either half of each warp
-    const int k = k0 + lane % kGroupThreads, row = k < top_k ? __ldcg(p.row_of_slot + token * top_k + k) : -1;
+    const int k = k0 + lane % kGroupThreads, row = k < top_k ? __ldcg(rows + k) : -1;
 #pragma unroll 1
     for (int i = warp; i < min(kGroupThreads, top_k - k0); i += blockDim.x / 32) {
       const int r = __shfl_sync(~0u, row, i);
