@@ -110,7 +110,7 @@ def layer_script(modules):
 
     yield layer
     for name in ("layer", "split", "packed_weights"):
-        sys.modules.pop(name)
+        sys.modules.pop(name, None)
 
 
 def test_what_a_kernel_adds_is_the_difference_of_ends(layer_script):
