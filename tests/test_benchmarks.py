@@ -89,7 +89,7 @@ def test_scripts_start(script):
     assert "--out" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["layer.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
+@pytest.mark.parametrize("script", ["layer.py", "split.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
 def test_scripts_say_that_they_need_a_gpu(script):
     root = BENCHMARKS.parent
     done = subprocess.run(
@@ -109,8 +109,20 @@ def layer_script(modules):
     import layer
 
     yield layer
-    for name in ("layer", "packed_weights"):
-        sys.modules.pop(name)
+    for name in ("layer", "split", "packed_weights"):
+        sys.modules.pop(name, None)
+
+
+def test_what_a_kernel_adds_is_the_difference_of_ends(layer_script):
+    import split
+
+    kernels = ["Memset (Device)", "void a::(anonymous namespace)::b<x::y, 4>(a::P)", "void a::c::kernel<int>(a::P)"]
+    assert [split.short_name(name) for name in kernels] == ["Memset", "b", "kernel"]
+    layers = [("a", 10.0), ("b", 12.0), ("b", 15.0)]
+    events = [(name, end + 100 * i + (i == 2) * 50) for i in range(3) for name, end in layers]
+    assert split.steps(events[::-1], 3) == [("a", 120.0), ("b", 2.0), ("b", 3.0)]
+    with pytest.raises(ValueError, match="8 kernels are not 3 times the same"):
+        split.steps(events[:-1], 3)
 
 
 def record_of(routing, us, work, shape="seed1", m=64):

@@ -8,7 +8,7 @@ namespace {
 
 // h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share.
 struct Workspace {
-  int64_t h, h_scale, x_scale, y, slots, row_weight, counts, block_base, lists, tiles[2], bytes;
+  int64_t h, h_scale, x_scale, y, slots, row_weight, row_of_slot, counts, block_base, lists, tiles[2], bytes;
 
   Workspace(int64_t all_tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, bool fp8) {
     const int64_t tokens = std::min(all_tokens, kChunkTokens), entries = tokens * top_k;
@@ -20,6 +20,7 @@ struct Workspace {
     y = ws.take(entries * std::max(hidden * 2, fp8 ? blocks(hidden, kBlockK) * kBlockK : 0));
     slots = ws.take(entries * 4);
     row_weight = ws.take(entries * 4);
+    row_of_slot = ws.take(fp8 ? entries * 4 : 0);
     counts = ws.take((experts + 1) * 4);
     block_base = ws.take(route_blocks(entries) * experts * 4);
     lists = ws.take(sizeof(TileLists));
@@ -46,6 +47,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   route.local_experts = int(e.experts);
   route.slots = reinterpret_cast<int*>(w + ws.slots);
   route.row_weight = reinterpret_cast<float*>(w + ws.row_weight);
+  if (e.fp8()) route.row_of_slot = reinterpret_cast<int*>(w + ws.row_of_slot);
   route.counts = reinterpret_cast<int*>(w + ws.counts);
   route.block_base = reinterpret_cast<int*>(w + ws.block_base);
   route.lists = reinterpret_cast<TileLists*>(w + ws.lists);
@@ -78,6 +80,8 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     q.list = list;
     q.columns = int(e.hidden);
     q.scale_stride = int(entries);
+    q.row_of_slot = route.row_of_slot;
+    q.sparse = e.experts < a.global_experts;
     launch_quantize(token_type(e.dtype), q, stream);
     r.x = w + ws.y;
     r.x_scale = q.scale;

@@ -71,6 +71,7 @@ struct RouteParams : TileOutput {
   int entries, top_k, global_experts, local_experts;
   int* slots;                 // [entries]
   float* row_weight;          // [entries]
+  int* row_of_slot;           // [entries] the row of a slot, negative where it has none; or null: not wanted
   int* counts;                // [local_experts + 1] scratch: counts, then a ticket
   int* block_base;            // [blocks, local_experts] scratch of the large path
 };
@@ -96,6 +97,8 @@ struct QuantizeParams {
   RowList list;
   const int* counts;          // device: how many of each rows_each rows there are, or null: all
   int columns, scale_stride;
+  const int* row_of_slot;     // RouteParams': tokens go each to its rows, and of `list` counts only how many slots there are; or null: by rows
+  bool sparse;                // there: many tokens may have no row
   // e4m3 tokens: the scale of token t and group g is x_scale[t / rows_each * strides[0] + t % rows_each * strides[1] + g * strides[2]].
   const float* x_scale;
   int64_t x_scale_strides[3];

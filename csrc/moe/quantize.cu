@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens to e4m3, sorted: row r holds x[slots[r] / top_k], with one scale for each 128 columns, whose places are those of fp8_place. Tokens
-// that are e4m3 already keep their codes and scales.
+// Tokens to e4m3, sorted: row r holds x[slots[r] / top_k], with one scale for each 128 columns, whose places are those of fp8_place. By tokens
+// in a layer, by rows where the caller has grouped them. Tokens that are e4m3 already keep their codes and scales.
 #include <type_traits>
 #include "../mma/fp8.cuh"
 #include "../ptx/ptx.cuh"
@@ -17,6 +17,7 @@ constexpr int kGroupThreads = kBlockK / kVector;
 constexpr int kColumns = kThreads * kVector;     // a CTA
 constexpr int kBatch = 4;                        // rows a CTA of large batches
 constexpr int kFewCtas = 1024;
+constexpr int kLoads = 4;                        // vectors a thread of large batches, by tokens
 
 // Eight columns' codes, and the scale of their group of 128, of which kGroupThreads neighbouring threads hold a part each.
 template <typename T2>
@@ -104,6 +105,77 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Qua
   }
 }
 
+// By tokens: Loads vectors a thread of one token, quantised once, whose codes go from shared memory to each of the token's rows. A CTA has
+// blockDim.x * Loads vectors, whole groups, of the token. Tokens are older than the kernel ahead, the routing, which has waited: reading (past L1,
+// which may hold what these addresses were before) and arithmetic run beside it; of large batches those without a row are not read.
+template <typename T2, int Loads>
+__global__ void __launch_bounds__(kThreads, 4) quantize_tokens(const __grid_constant__ QuantizeParams p) {
+  __shared__ __align__(128) uint8_t codes[kThreads * kVector * Loads];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, token = blockIdx.x, top_k = p.list.top_k;
+  const int groups = (p.columns + kBlockK - 1) / kBlockK, vectors = p.columns / kVector;
+  const int first = blockIdx.y * (blockDim.x * Loads / kGroupThreads);  // group
+  const int* rows = p.row_of_slot + token * top_k;
+  if (Loads > 1 && p.sparse) {
+    ptx::grid_dependency_wait();
+    bool any = false;
+#pragma unroll 1
+    for (int k = lane; k < top_k; k += 32) any = any || __ldcg(rows + k) >= 0;
+    if (!__any_sync(~0u, any)) return;
+  }
+  const uint4* x = static_cast<const uint4*>(p.x) + int64_t(token) * vectors;
+  uint4 value[Loads];
+#pragma unroll
+  for (int i = 0; i < Loads; ++i) value[i] = __ldcg(x + min(first * kGroupThreads + int(i * blockDim.x) + thread, vectors - 1));
+  float scale[Loads];
+#pragma unroll
+  for (int i = 0; i < Loads; ++i) {
+    const int v = i * blockDim.x + thread, k = thread % kGroupThreads * kVector;
+    const Quantized<T2> quantized(first * kGroupThreads + v < vectors ? value[i] : uint4{});
+    scale[i] = quantized.scale;
+    const uint32_t out = ptx::smem_address(codes) + v / kGroupThreads * kBlockK;
+    ptx::store_shared_4(out + fp8_place(k), quantized.codes.x);
+    ptx::store_shared_4(out + fp8_place(k + 4), quantized.codes.y);
+  }
+  ptx::async_proxy_fence();
+  __syncthreads();
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  uint8_t* out = static_cast<uint8_t*>(p.out) + int64_t(first) * kBlockK;
+  const int bytes = min(int(blockDim.x * Loads / kGroupThreads), groups - first) * kBlockK;
+#pragma unroll 1
+  for (int k0 = 0; k0 < top_k; k0 += kGroupThreads) {  // a row a lane, in either half of each warp
+    const int k = k0 + lane % kGroupThreads, row = k < top_k ? __ldcg(rows + k) : -1;
+#pragma unroll 1
+    for (int i = warp; i < min(kGroupThreads, top_k - k0); i += blockDim.x / 32) {
+      const int r = __shfl_sync(~0u, row, i);
+      if (lane == 0 && r >= 0) ptx::bulk_store(out + int64_t(r) * groups * kBlockK, ptx::smem_address(codes), bytes);
+    }
+    if (row < 0) continue;
+#pragma unroll
+    for (int i = 0; i < Loads; ++i) {
+      const int group = first + (i * blockDim.x + thread) / kGroupThreads;
+      if (group < groups) p.scale[int64_t(group) * p.scale_stride + row] = scale[i];
+    }
+  }
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+
+// Few: one load a thread, which spreads a token over more CTAs. Otherwise as much of a token as a CTA can hold, in equal shares.
+template <typename T2>
+void launch_tokens(const QuantizeParams& p, cudaStream_t stream) {
+  const int tokens = p.list.rows / p.list.top_k, groups = (p.columns + kBlockK - 1) / kBlockK;
+  auto shares = [&](int loads) {  // CTAs a token
+    const int most = kThreads * loads / kGroupThreads;
+    return (groups + most - 1) / most;
+  };
+  const bool few = int64_t(tokens) * shares(1) <= kFewCtas;
+  const int loads = few ? 1 : kLoads, share = (groups + shares(loads) - 1) / shares(loads), step = 32 * loads / kGroupThreads;
+  const int warps = (share + step - 1) / step;
+  const dim3 grid(tokens, (groups + warps * step - 1) / (warps * step));
+  launch(few ? quantize_tokens<T2, 1> : quantize_tokens<T2, kLoads>, grid, warps * 32, 0, stream, p);
+}
+
 // Few rows: one a CTA.
 template <typename T2, bool Grouped>
 void launch_for(const QuantizeParams& p, cudaStream_t stream) {
@@ -116,6 +188,7 @@ void launch_for(const QuantizeParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_quantize(TokenType type, const QuantizeParams& p, cudaStream_t stream) {
+  if (p.row_of_slot) return (type == TokenType::kBf16 ? launch_tokens<__nv_bfloat162> : launch_tokens<__half2>)(p, stream);
   const bool grouped = p.list.begin || p.counts;
   if (type == TokenType::kFp8) launch_for<__nv_fp8x2_e4m3, true>(p, stream);
   else if (type == TokenType::kBf16) (grouped ? launch_for<__nv_bfloat162, true> : launch_for<__nv_bfloat162, false>)(p, stream);

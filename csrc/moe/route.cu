@@ -62,6 +62,9 @@ __global__ void __launch_bounds__(kThreads) route_small(const __grid_constant__ 
         const int r = cursor[expert[i]] + rank[i];
         slots[r] = thread + i * kThreads;
         weights[r] = weight[i];
+        if (p.row_of_slot) p.row_of_slot[thread + i * kThreads] = r;
+      } else if (p.row_of_slot && thread + i * kThreads < p.entries) {
+        p.row_of_slot[thread + i * kThreads] = -1;
       }
     __syncthreads();
     for (int r = thread; r < total; r += kThreads) {
@@ -113,6 +116,9 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const __grid_constant_
     const int row = atomicAdd(&cursor[expert], 1);
     p.slots[row] = entry;
     p.row_weight[row] = p.topk_weights[entry];
+    if (p.row_of_slot) p.row_of_slot[entry] = row;
+  } else if (p.row_of_slot && entry < p.entries) {
+    p.row_of_slot[entry] = -1;
   }
 }
 

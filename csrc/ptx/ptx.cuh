@@ -120,6 +120,8 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
                "r"(bar)
                : "memory");
 }
+// Before bulk copies read shared memory that this thread has written by ordinary stores.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // `bytes` contiguous bytes of shared memory to global memory, a multiple of 16; the thread that issued it commits and waits.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");

@@ -26,6 +26,7 @@ from layers import (
     make_layer,
     oracle,
     padded_intermediate,
+    quantized,
     random_weights,
     require,
     workspace_for,
@@ -33,7 +34,7 @@ from layers import (
 from report import Report, run_groups
 from torch import Tensor
 
-from vllm_humming.moe import fp8, schedule
+from vllm_humming.moe import schedule
 from vllm_humming.moe.layouts import GemmLayout, scales_m_major
 from vllm_humming.moe.packing import PackedProjection, allocate, pack_expert
 from vllm_humming.moe.quantize import dequantize
@@ -77,16 +78,6 @@ def make_weights(
         dense.append(dequantize(q, fmt, torch.float64))
         biases.append(b)
     return Weights(fmt, dtype, p, dense, biases if bias else None)
-
-
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [.., K] as the kernels quantise it: (e4m3 [.., K], scales fp32 [.., ceil(K / 128)]); NaN stays NaN."""
-    k = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -k % 128)).unflatten(-1, (-1, 128))
-    amax = blocks.abs().amax(-1).clamp(min=fp8.SMALLEST_AMAX)
-    largest = torch.full_like(amax, fp8.E4M3_MAX)  # tensors on both sides: a true division on every device
-    values = (blocks * largest.div(amax)[..., None]).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX)
-    return values.to(torch.float8_e4m3fn).flatten(-2)[..., :k].contiguous(), amax.div(largest)
 
 
 def make_tokens(x: Tensor, fmt: WeightFormat, scales: str | None) -> Tokens:

@@ -12,6 +12,7 @@ import sys
 
 import torch
 from layers import (
+    CHUNK_TOKENS,
     SPECS,
     Layer,
     Shape,
@@ -19,9 +20,12 @@ from layers import (
     compare,
     every_tile,
     guarded,
+    idle_tokens,
     launch,
     make_layer,
     oracle,
+    quantized,
+    quantized_rows,
     require,
     run,
     selected_tiles,
@@ -236,6 +240,56 @@ def large_group(report: Report, args: argparse.Namespace) -> None:
     report.end()
 
 
+def quantized_group(report: Report, args: argparse.Namespace) -> None:
+    """By tokens, one load a thread up to 1024 CTAs: 1024 tokens of H 2048, 512 of 2880, 341 of 6144. Routing by one CTA
+    up to 4096 entries."""
+    if args.device == "cpu" or args.format.path != "w4a8":
+        return
+    report.begin("quantised rows, bitwise")
+    shapes = [Shape(736, 96, 7, 3), Shape(96, 128, 9, 1), Shape(2880, 128, 8, 4), Shape(2048, 128, 16, 8)]
+    shapes += [Shape(6144, 128, 9, 8), Shape(8320, 128, 5, 4), Shape(384, 128, 40, 20)]
+    sizes = [2, 3, 17, 341, 342, 512, 513, 1024, 1025] + [4097, CHUNK_TOKENS + 999, 2 * CHUNK_TOKENS] * (not args.quick)
+    for shape in shapes:
+        for dtype_name, dtype in DTYPES.items():
+            layer = make_layer(shape, dtype, args.device, weight_format=args.format)
+            half = torch.arange(2 * shape.experts, dtype=torch.int32, device=args.device) - shape.experts // 2
+            for m in sizes if shape.hidden < 6144 or dtype is torch.bfloat16 else sizes[:9]:
+                for map_name, expert_map in (("", None), (" map", half)):
+                    name = f"H={shape.hidden} top-{shape.top_k} {dtype_name} M={m}{map_name}"
+                    report.case(name, lambda m=m, t=expert_map, layer=layer: check_quantized(layer, m, t))
+    report.end()
+
+
+def check_quantized(layer: Layer, tokens: int, expert_map: torch.Tensor | None) -> float:
+    """Every row of the last chunk is its token's codes and scales, and every slot with an expert has one row."""
+    s, device = layer.shape, layer.w13.packed.device
+    gen = torch.Generator(device=device).manual_seed(tokens)
+    x = batch(tokens, layer, gen)
+    x[1::7] *= 2.0**-9
+    x[::5, :128] = 0
+    x[::3, -1] *= 100
+    experts = s.experts if expert_map is None else expert_map.numel()
+    weights, ids = route(tokens, experts, s.top_k, "zipf", gen)
+    first = (tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    idle = idle_tokens(tokens - first, s.hidden)
+    ids[torch.rand(ids.shape, generator=gen, device=device) < 0.1] = -1
+    ids[first : first + idle] = -1
+    mine = ids[first:].long()
+    local = mine if expert_map is None else torch.where(mine < 0, -1, expert_map[mine.clamp(min=0)].long())
+    wanted = ((local >= 0) & (local < s.experts)).flatten().nonzero().flatten()
+    require(tokens < 17 or len(wanted) > 0, "no slot has an expert")
+    slots, codes, scales = quantized_rows(
+        layer, x, weights, ids, selected_tiles(layer, tokens), expert_map, len(wanted)
+    )
+    require(torch.equal(slots.long().sort().values, wanted), "rows are not the slots that have an expert")
+    token = first + slots.long() // s.top_k
+    want, want_scales = quantized(x[token])
+    require(torch.equal(scales.contiguous().view(torch.int32), want_scales.view(torch.int32)), "scales differ")
+    require(torch.equal(codes[:, : s.hidden].view(torch.uint8), want.view(torch.uint8)), "codes differ")
+    require(bool((codes[:, s.hidden :].view(torch.uint8) == 0).all()), "padding is not zero")
+    return 0.0
+
+
 def graphs_group(report: Report, args: argparse.Namespace) -> None:
     if args.device == "cpu":
         return
@@ -336,6 +390,7 @@ GROUPS = {
     "routing": routing_group,
     "tiles": tiles_group,
     "large": large_group,
+    "quantized": quantized_group,
     "graphs": graphs_group,
     "moved": moved_group,
 }

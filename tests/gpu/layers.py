@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_humming.moe import schedule
+from vllm_humming.moe import fp8, schedule
 from vllm_humming.moe.packing import CHUNK_K, PackedProjection, allocate, pack_expert
 from vllm_humming.moe.quantize import Quantized, dequantize
 from vllm_humming.moe.reference import Activation, oracle_moe
@@ -127,6 +127,16 @@ def batch(tokens: int, layer: Layer, gen: torch.Generator, scale: float = 1.0) -
     return x.copy_(torch.randn(x.shape, generator=gen, device=gen.device) * scale)
 
 
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., K] as the kernels quantise it: (e4m3 [.., K], scales fp32 [.., ceil(K / 128)]); NaN stays NaN."""
+    k = x.shape[-1]
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % 128)).unflatten(-1, (-1, 128))
+    amax = blocks.abs().amax(-1).clamp(min=fp8.SMALLEST_AMAX)
+    largest = torch.full_like(amax, fp8.E4M3_MAX)  # tensors on both sides: a true division on every device
+    values = (blocks * largest.div(amax)[..., None]).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX)
+    return values.to(torch.float8_e4m3fn).flatten(-2)[..., :k].contiguous(), amax.div(largest)
+
+
 def padded_intermediate(layer: Layer) -> int:
     return layer.w2.packed.shape[2] * CHUNK_K
 
@@ -230,24 +240,58 @@ def oracle(layer, x, weights, ids, expert_map=None, router_weight_on_input=False
     return oracle_moe(x, weights, ids, expert_map, *layer.dense, **options)
 
 
-def _kernel_h(layer, x, weights, ids, tiles, expert_map, router_weight_on_input) -> Tensor:
-    """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cpp)."""
+def in_order(codes: Tensor) -> Tensor:
+    """Blocks [.., 128] of e4m3 codes as the kernels keep them (csrc/mma/fp8.cuh, fp8_place), in order of K."""
+    k = torch.arange(128, device=codes.device)
+    return codes[..., k // 8 % 4 * 32 + k // 4 % 2 * 16 + k // 32 * 4 + k % 4]
+
+
+def _workspace_parts(
+    layer, x, weights, ids, tiles, expert_map=None, router_weight_on_input=False
+) -> tuple[Tensor, ...]:
+    """(h uint8, scales of h, scales of x, y uint8, slots), flat, of an FP8 layer's last chunk after one call, from the
+    workspace (csrc/moe/layer.cpp)."""
     tokens, top_k = ids.shape
-    entries, hidden, width = tokens * top_k, x.shape[1], padded_intermediate(layer)
+    entries, hidden, width = min(tokens, CHUNK_TOKENS) * top_k, x.shape[1], padded_intermediate(layer)
     sized = replace(layer, shape=replace(layer.shape, top_k=top_k))
     workspace, out = workspace_for(sized, tokens), torch.empty_like(x)
     launch(layer, x, weights, ids, out, workspace, tiles, expert_map, router_weight_on_input)
     blocks = -(-hidden // 128)
     y = entries * max(2 * hidden, 128 * blocks)
-    sizes = (entries * width, width // 128 * entries * 4, blocks * entries * 4, y)
+    dtypes = (torch.uint8, torch.float32, torch.float32, torch.uint8, torch.int32)
     parts, at = [], 0
-    for size in (*sizes, entries * 4):
-        parts.append(workspace[at : at + size])
+    for size, dtype in zip(
+        (entries * width, width // 128 * entries * 4, blocks * entries * 4, y, entries * 4), dtypes, strict=True
+    ):
+        parts.append(workspace[at : at + size].view(dtype))
         at += -(-size // 256) * 256
-    codes, scales, slots = parts[0], parts[1].view(torch.float32), parts[4].view(torch.int32)
-    k = torch.arange(128, device=x.device)
-    place = k // 8 % 4 * 32 + k // 4 % 2 * 16 + k // 32 * 4 + k % 4
-    values = codes.view(torch.float8_e4m3fn).double().view(entries, width // 128, 128)[:, :, place]
+    return tuple(parts)
+
+
+def idle_tokens(tokens: int, hidden: int) -> int:
+    """How many tokens at the start of a chunk must have no expert for the others' quantised rows to outlive the layer:
+    y, which lies in the same place, is written at their slots only."""
+    row = -(-hidden // 128) * 128
+    return -(-tokens * row // (row + 2 * hidden))
+
+
+def quantized_rows(layer, x, weights, ids, tiles, expert_map, local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What an FP8 layer made of x: (slots int32 [local], codes e4m3 [local, whole blocks of H] in order of K, scales
+    fp32 [local, blocks]) of the last chunk, whose first idle_tokens have no expert. local: its slots that have one."""
+    tokens, (top_k, hidden) = x.shape[0], (ids.shape[1], x.shape[1])
+    blocks, entries = -(-hidden // 128), ((tokens - 1) % CHUNK_TOKENS + 1) * top_k
+    _, _, scales, y, slots = _workspace_parts(layer, x, weights, ids, tiles, expert_map)
+    codes = in_order(y[: local * blocks * 128].view(local, blocks, 128)).view(torch.float8_e4m3fn)
+    scales = scales[: blocks * entries].view(blocks, entries).T[:local]
+    return slots[:local], codes.flatten(1), scales
+
+
+def _kernel_h(layer, x, weights, ids, tiles, expert_map, router_weight_on_input) -> Tensor:
+    """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cpp)."""
+    tokens, top_k = ids.shape
+    entries, width = tokens * top_k, padded_intermediate(layer)
+    codes, scales, _, _, slots = _workspace_parts(layer, x, weights, ids, tiles, expert_map, router_weight_on_input)
+    values = in_order(codes.view(entries, width // 128, 128)).view(torch.float8_e4m3fn).double()
     values = (values * scales.view(-1, entries).T.double()[:, :, None]).view(entries, width)
     rows = int((slots >= 0).sum())  # poison is -1
     own = torch.full((entries, width), math.nan, dtype=torch.float64, device=x.device)

@@ -35,6 +35,7 @@ from vllm_humming.moe.layouts import GemmLayout
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS, WeightFormat
 
 TOKENS = (1, 37, 200)
+QUANTISED = 1030  # tokens, enough for the quantisation of large batches
 ROUTED = 520  # with top-8, enough rows for the routing of large batches
 SORTED = 2100  # and for the sorting copy of large batches
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,11 +86,14 @@ def main() -> None:
             shape = Shape(160, 96, 3, 2, spec, bias=True)
             layer = make_layer(shape, DTYPES[dtype], "cuda", weight_format=WEIGHT_FORMATS[fmt])
             pairs = [(t, t) for t in every_tile(layer)] if spec in thorough else []
-            for tokens in TOKENS[1:2] if few else TOKENS:
+            sizes = TOKENS[1:2] if few else TOKENS
+            if spec == "silu" and layer.weight_format.path == "w4a8":
+                sizes += (QUANTISED,)
+            for tokens in sizes:
                 x = batch(tokens, layer, gen)
                 weights, ids = route(tokens, 3, 2, "uniform", gen)
                 ids[::5, 0] = -1
-                for tiles in (selected_tiles(layer, tokens), *pairs):
+                for tiles in (selected_tiles(layer, tokens), *(pairs if tokens in TOKENS else [])):
                     launch(layer, x, weights, ids, torch.empty_like(x), workspace_for(layer, tokens), tiles)
                     runs += 1
             for tiles in pairs:
