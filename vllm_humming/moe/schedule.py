@@ -2,8 +2,8 @@
 """Which compiled tile each GEMM of a layer runs with.
 
 The host knows the number of tokens, not how they are routed, so it picks the tile that costs least for the row counts
-that uniform routing would give. The token width of every tile is then picked on the device, for each expert, from its
-real count (csrc/moe/tile_lists.cuh): any choice made here is correct for any routing.
+that uniform routing would give. Into which widths each expert's rows are cut is then decided on the device, from their
+real number (csrc/moe/cut.h; `Tile.cut` is the same): any choice made here is correct for any routing.
 
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
@@ -15,6 +15,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from typing import get_args
 
 from vllm_humming.moe import measured
@@ -49,23 +50,52 @@ class Tile:
     path: Path = "a16"
     token_bytes: int = 2
 
-    def chunk_cycles(self, rows: float) -> float:
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """What cuts are chosen by: half cycles a chunk by width, with the share of an epilogue (32 cycles a width of
+        256 rows) that one of 16 chunks has. A tile's start costs the same for any width, and cuts of the same rows have
+        the same number of tiles. From K 768 to 7168 no tile has a better cut for that K (tests/test_cut.py)."""
+        return tuple(2 * cycles + width for cycles, width in zip(self.cycles, self.widths, strict=True))
+
+    def cut(self, rows: int) -> tuple[int, ...]:
+        """The widths of the tiles that the rows of one expert are computed with, from wide to narrow.
+
+        As few tiles as can be, which bounds the lists in the workspace, and the cheapest widths of all that hold the
+        rows in these. What csrc/moe/cut.h does, and csrc/moe/tile_lists.cuh on the device.
+        """
+        widest = self.widths[-1]
+        tiles = -(-rows // widest)
+        unused = tiles * widest - rows
+        # Each tile that is not the widest takes some of what is unused: there are never more than these.
+        narrow = min(tiles, (widest - 1) // (widest - self.widths[-2]) if len(self.widths) > 1 else 0)
+        return (widest,) * (tiles - narrow) + _cheapest_widths(self, narrow, unused)
+
+    def chunk_cycles(self, rows: float) -> int:
         """SM cycles of a weight chunk for `rows` tokens of one expert."""
-        return self._summed(rows, self.cycles)
+        return sum(self.cycles[self.widths.index(width)] for width in self.cut(math.ceil(rows)))
 
     def tiles(self, rows: float) -> int:
         """Token tiles of an expert with `rows` tokens."""
-        return self._summed(rows, (1,) * len(self.widths))
+        return len(self.cut(math.ceil(rows)))
 
     def padded(self, rows: float) -> int:
         """Token widths that `rows` tokens of an expert are computed with, summed."""
-        return self._summed(rows, self.widths)
+        return sum(self.cut(math.ceil(rows)))
 
-    def _summed(self, rows: float, per_width: tuple[int, ...]) -> int:
-        """A per-width value summed over an expert's tiles: the widest while it fills them, then the narrowest."""
-        full, rest = divmod(math.ceil(rows), self.widths[-1])
-        last = next(v for w, v in zip(self.widths, per_width, strict=True) if w >= rest) if rest else 0
-        return full * per_width[-1] + last
+
+@lru_cache(maxsize=8192)
+def _cheapest_widths(tile: Tile, tiles: int, unused: int) -> tuple[int, ...]:
+    """The cheapest widths of `tiles` tiles, wide to narrow, that together are at most `unused` less than the widest.
+    Of equally cheap ones those that csrc/moe/cut.h takes: the least Cut::narrow."""
+    last = len(tile.widths) - 1
+    least = tiles * tile.widths[-1] - unused
+    cuts = (
+        picked
+        for picked in combinations_with_replacement(range(last, -1, -1), tiles)
+        if sum(tile.widths[i] for i in picked) >= least
+    )
+    best = min(cuts, key=lambda picked: (sum(tile.costs[i] for i in picked), sum(32**i for i in picked if i < last)))
+    return tuple(tile.widths[i] for i in best)
 
 
 # The order of csrc/moe/tiles.cpp.
