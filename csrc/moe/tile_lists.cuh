@@ -35,6 +35,7 @@ __device__ __forceinline__ int write_tiles(const TileOutput& p, int rows, TileCo
       const int tiles = cut[s].of(i, p.widths[s].count - 1);
       if (tiles) {
         const int at = wider + atomicAdd(&counts.taken[s][i], tiles), width = p.widths[s].at[i];
+#pragma unroll 1  // code size: it runs once, from a cold instruction cache
         for (int t = 0; t < tiles; ++t, row += width) p.tiles[s][at + t] = TokenTile{expert, row, min(width, first + rows - row), width};
       }
       wider += counts.made[s][i];  // zero past the list's widths
