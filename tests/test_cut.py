@@ -14,7 +14,7 @@ from vllm_humming.moe.schedule import TILES, Tile
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
-# What tables may look like that no tile has now: a cluster's wide tile, cycles that are concave, equal costs, one width.
+# What tables may look like that no tile has now: wider, concave or linear cycles, fewer widths.
 OTHERS = (
     Tile("wide", 4, 1, True, (96, 128, 160, 192), (300, 330, 380, 470)),
     Tile("uneven", 4, 1, True, (64, 96, 128, 192), (300, 330, 380, 470)),
@@ -71,7 +71,7 @@ def test_no_k_has_a_better_cut(tile, k, epilogue):
 
 
 def test_lists_never_exceed_the_workspace():
-    """csrc/moe/layer.cpp and experts.cpp: min(rows, min(experts, rows) + rows / widest), widest at least kLeastWidest."""
+    """Room (csrc/moe/layer.cpp, experts.cpp): min(rows, min(experts, rows) + rows / kLeastWidest)."""
     least = re.search(r"kLeastWidest = (\d+);", (CSRC / "moe/launch.h").read_text())
     assert least is not None
     for tile in TILES:
