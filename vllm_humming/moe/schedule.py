@@ -359,9 +359,8 @@ def main() -> None:
         return
     choice, table = expected(args.tokens, *sizes, path=args.path)
     load = uniform_load(min(args.tokens, 16384) * args.top_k, args.experts)
-    print(
-        f"{load.active:.1f} active experts with {load.mean:.1f} rows each, {min(load.experts)} to {max(load.experts)}"
-    )
+    span = f"{min(load.experts)} to {max(load.experts)}"
+    print(f"{load.active:.1f} active experts with {load.mean:.1f} rows each, {span} in eights")
     gemms = (("up", 2 * intermediate, args.hidden), ("down", args.hidden, intermediate))
     for side, (title, n, k) in enumerate(gemms):
         record = recorded(args.experts, n, k, load.mean, args.path)
