@@ -20,8 +20,8 @@ TENSOR_RATE = {"a16": 690e12, "w4a8": 1380e12}
 class Seam:
     """From `before` to `tokens` tokens the expected time grows from us[0] to us[1] and by `jump` (0.07: 7 %) beyond
     the added work. tiles: names of the (up, down) tiles of both. reason: "record", of measured.py: without them there
-    is no such jump; "rounds": there is none if the CTAs shared the last tiles evenly; else
-    "widths": no compiled tile takes that many rows for less."""
+    is no such jump; "rounds": there is none if the CTAs shared the last tiles evenly; else "widths": no compiled tile
+    takes that many rows for less. A jump up to LIMIT has none, ""."""
 
     before: int
     tokens: int
@@ -93,9 +93,11 @@ def find(
         jump = beyond_work((old.us, new.us), work)
         if jump <= limit:
             continue
-        if beyond_work((old.cheapest, new.cheapest), work) <= limit:
+        if jump <= LIMIT:
+            reason = ""
+        elif beyond_work((old.cheapest, new.cheapest), work) <= LIMIT:
             reason = "record"
-        elif beyond_work((old.even_us, new.even_us), work) <= limit:
+        elif beyond_work((old.even_us, new.even_us), work) <= LIMIT:
             reason = "rounds"
         else:
             reason = "widths"
