@@ -76,12 +76,17 @@ class Tile:
         As few tiles as can be, which bounds the lists in the workspace, and the cheapest widths of all that hold the
         rows in these. What csrc/moe/cut.h does, and csrc/moe/tile_lists.cuh on the device.
         """
+        full, others = self.cut_parts(rows)
+        return (self.widths[-1],) * full + others
+
+    def cut_parts(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """`cut` as the number of its first tiles, of the widest width, and the widths of the few others."""
         widest = self.widths[-1]
         tiles = -(-rows // widest)
         unused = tiles * widest - rows
         # Each tile that is not the widest takes some of what is unused: there are never more than these.
-        narrow = min(tiles, (widest - 1) // (widest - self.widths[-2]) if len(self.widths) > 1 else 0)
-        return (widest,) * (tiles - narrow) + _cheapest_widths(self, narrow, unused)
+        others = min(tiles, (widest - 1) // (widest - self.widths[-2]) if len(self.widths) > 1 else 0)
+        return tiles - others, _cheapest_widths(self, others, unused)
 
 
 @lru_cache(maxsize=8192)
@@ -99,7 +104,7 @@ def _cheapest_widths(tile: Tile, tiles: int, unused: int) -> tuple[int, ...]:
     return tuple(tile.widths[i] for i in best)
 
 
-# The order of csrc/moe/tiles.cpp.
+# The order and the cycles of csrc/moe/tiles.cpp.
 TILES = (
     Tile("64x16", 1, 4, False, (8, 16), (297, 332)),
     Tile("64x32", 1, 3, False, (8, 16, 24, 32), (308, 342, 417, 496)),
@@ -198,7 +203,9 @@ def _expected(load: Load, tile: Tile, n: int, k: int, epilogue: int, *, copied: 
     k_blocks, columns = math.ceil(k / 128), math.ceil(math.ceil(n / 64) / tile.blocks)
     token_tiles = dict.fromkeys(reversed(tile.widths), 0.0)
     for rows, experts in load.experts.items():
-        for width in tile.cut(rows):
+        full, others = tile.cut_parts(rows)
+        token_tiles[tile.widths[-1]] += full * experts
+        for width in others:
             token_tiles[width] += experts
     token_tiles = {width: number for width, number in token_tiles.items() if number}
     chunk = dict(zip(tile.widths, tile.cycles, strict=True))
