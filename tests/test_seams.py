@@ -89,6 +89,19 @@ def test_every_tile_is_chosen_for_one_of_these_shapes(tile, records, picked):
     assert tile in picked[records]
 
 
+@pytest.mark.parametrize(("shape", "path"), [("E 12", "a16"), ("E 256", "w4a8")])
+def test_the_command_prints_seams(shape, path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["schedule", "2048", *map(str, SHAPES[shape]), "--path", path, "--seams"])
+    schedule.main()
+    printed = capsys.readouterr().out.splitlines()
+    known = KNOWN.get((path, shape))
+    if known is None:
+        assert printed == ["no jump of more than 5 % beyond the added work"]
+    else:
+        assert [line.split(" tokens:")[0] for line in printed] == [f"{tokens - 8} -> {tokens}" for tokens in known]
+        assert all(f"%, {reason} (" in line for line, reason in zip(printed, known.values(), strict=True))
+
+
 def test_less_work_explains_nothing():
     assert seams.beyond_work((100.0, 120.0), (50.0, 60.0)) == pytest.approx(0)
     assert seams.beyond_work((100.0, 120.0), (50.0, 40.0)) == pytest.approx(0.2)
