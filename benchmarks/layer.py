@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from packed_weights import random_projection
 from protocol import (
+    ALL_SHAPES,
     MEMORY_RATE,
     SHAPES,
     TENSOR_RATE,
@@ -43,7 +44,7 @@ class Layer:
 
     def __init__(self, name: str, dtype: torch.dtype, fmt: str = "mxfp4") -> None:
         self.name, self.dtype, self.fmt = name, dtype, fmt
-        self.hidden, self.intermediate, self.experts, self.top_k = SHAPES[name]
+        self.hidden, self.intermediate, self.experts, self.top_k = ALL_SHAPES[name]
         self.expert_bytes = 3 * self.hidden * self.intermediate * WEIGHT_BYTES[fmt]
         self.sets = [self._random_set() for _ in range(weight_sets(name, fmt))]
 
@@ -217,7 +218,7 @@ def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool) -> list[dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES), default=list(SHAPES))
     parser.add_argument("--ms", nargs="+", type=int, default=TOKENS, metavar="M")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")

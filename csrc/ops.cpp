@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUDA implementations of the ops whose schemas vllm_humming/ops.py defines, on torch's stable ABI: one binary serves torch 2.11 and later. Here the
 // routed-experts layer and what the tiles are; those of tokens in groups are in grouped_ops.cpp.
+#include <vector>
 #include "moe/layer.h"
 #include "tensors.h"
 
@@ -51,13 +52,15 @@ int64_t moe_workspace_bytes(int64_t tokens, int64_t top_k, int64_t num_experts, 
 }
 
 // Field `field` of compiled tile `tile`: 0 blocks of 64 rows, 1 CTAs an SM, 2 stages, 3 threads, 4 shared bytes, 5 number of token
-// widths, 6.. the widths; stages and bytes as compiled for MXFP4. Tile -1: how many tiles there are.
+// widths, 6.. the widths, then the cycles of each; stages and bytes as compiled for MXFP4. Tile -1: how many tiles there are.
 int64_t tile_field(int64_t tile, int64_t field) {
   if (tile < 0) return tile_total();
   const Tile& t = tile_at(tile);
-  const int64_t fields[] = {t.blocks, t.ctas, t.stages, t.threads, t.shared_bytes, t.widths.count};
-  require(field >= 0 && field < 6 + t.widths.count, "tile_field has no field " + std::to_string(field));
-  return field < 6 ? fields[field] : t.widths.at[field - 6];
+  std::vector<int64_t> fields = {t.blocks, t.ctas, t.stages, t.threads, t.shared_bytes, t.widths.count};
+  fields.insert(fields.end(), t.widths.at, t.widths.at + t.widths.count);
+  fields.insert(fields.end(), t.cycles, t.cycles + t.widths.count);
+  require(field >= 0 && field < int64_t(fields.size()), "tile_field has no field " + std::to_string(field));
+  return fields[field];
 }
 
 }  // namespace

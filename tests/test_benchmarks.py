@@ -68,14 +68,14 @@ def test_replays_are_timed_one_by_one_a_layer(modules, monkeypatch):
 
 def test_weight_sets_exceed_l2(modules):
     protocol, _ = modules
-    for shape, (hidden, intermediate, _, top_k) in protocol.SHAPES.items():
+    for shape, (hidden, intermediate, _, top_k) in protocol.ALL_SHAPES.items():
         for fmt, byte in protocol.WEIGHT_BYTES.items():
             sets = protocol.weight_sets(shape, fmt)
             assert 2 <= sets <= 24
             assert sets * top_k * 3 * hidden * intermediate * byte > 5 * 60e6 or sets == 24
 
 
-@pytest.mark.parametrize("script", ["layer.py", "vllm_layer.py", "gemm.py", "roofline.py", "load.py"])
+@pytest.mark.parametrize("script", ["layer.py", "seams.py", "vllm_layer.py", "gemm.py", "roofline.py", "load.py"])
 def test_scripts_start(script):
     root = BENCHMARKS.parent
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_scripts_start(script):
     assert "--out" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["layer.py", "split.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
+@pytest.mark.parametrize("script", ["layer.py", "split.py", "seams.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
 def test_scripts_say_that_they_need_a_gpu(script):
     root = BENCHMARKS.parent
     done = subprocess.run(

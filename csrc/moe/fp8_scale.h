@@ -2,12 +2,7 @@
 // The scale of a group of e4m3 values. Host code too: tests/test_fp8.py compiles it.
 #pragma once
 #include <cmath>
-
-#ifdef __CUDACC__
-#define VLLM_HUMMING_INLINE __host__ __device__ __forceinline__
-#else
-#define VLLM_HUMMING_INLINE inline
-#endif
+#include "../inline.h"
 
 namespace vllm_humming {
 

@@ -87,6 +87,7 @@ void run_grouped(const GroupedArgs& a, cudaStream_t stream) {
   g.evict_first = a.rows <= a.experts * tile.widths.max();
   g.activation = Activation::kNone;
   g.rows = int(a.rows);
+  g.cut = tile.widths.cut(g.rows);
   int64_t token_tiles = blocks(a.rows, tile.widths.max());
   if (a.groups) {
     GroupParams lists = {};

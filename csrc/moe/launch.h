@@ -41,7 +41,7 @@ constexpr TokenType token_type(DType d) { return d == DType::kBf16 ? TokenType::
 // Tensor map of a row-major [rows, columns] token matrix: boxes of box_rows x 128 bytes, 128-byte swizzle. stride: elements.
 CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
 
-// No tile's widest token width is less: bounds the tile lists in the workspace.
+// No tile's widest token width is less, and no expert has more tiles than it takes of the widest: bounds the tile lists in the workspace.
 constexpr int kLeastWidest = 16;
 
 // The activations a tile is compiled for.
@@ -56,6 +56,7 @@ struct Tile {
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
   // x_rows: rows that p.x holds, where it is read by tensor copies.
   void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
+  int cycles[WidthList::kMost];  // tiles.cpp
 };
 const Tile& tile_at(int64_t index);  // throws std::out_of_range
 int64_t tile_total();

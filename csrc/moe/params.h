@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cuda_runtime.h>
+#include "cut.h"
 
 namespace vllm_humming {
 
@@ -13,13 +14,6 @@ enum class Stage : int { kUp = 0, kDown = 1 };  // which GEMM of the layer
 // One token tile of one expert: rows [row, row + count), computed `width` tokens wide.
 struct __align__(16) TokenTile {
   int expert, row, count, width;
-};
-
-// Token widths a tile is compiled for, ascending.
-struct WidthList {
-  static constexpr int kMost = 4;
-  int count, at[kMost];
-  __host__ __device__ int max() const { return at[count - 1]; }
 };
 
 struct GemmParams {
@@ -39,6 +33,7 @@ struct GemmParams {
   int top_k;
   int column_tiles;           // weight-row tiles: ceil(row_blocks / blocks a tile)
   int rows;                   // where there is no list
+  Cut cut;                    // the same: of `rows`
   bool list_is_new;           // the kernel just ahead makes the tile list
   int evict_first;            // weights are read once: keep them out of L2's way
   Activation activation;

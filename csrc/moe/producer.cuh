@@ -61,22 +61,14 @@ struct ListedTiles {
   }
 };
 
-// Narrowest compiled width that holds `count` tokens.
-template <typename C, int I = 0>
-__device__ __forceinline__ int narrowest_width(int count) {
-  constexpr int N = C::W::kAt[I];
-  if constexpr (I + 1 < C::W::kCount) return count > N ? narrowest_width<C, I + 1>(count) : N;
-  else return N;
-}
-
 // Token tiles of one expert's p.rows, cut as a list would have them, in turns.
 template <typename C>
 struct PlainTiles {
   const GemmParams& p;
   __device__ __forceinline__ int total() const { return (p.rows + C::kMaxWidth - 1) / C::kMaxWidth; }
   __device__ __forceinline__ TokenTile at(int index) const {
-    const int row = index * C::kMaxWidth, count = min(C::kMaxWidth, p.rows - row);
-    return {0, row, count, narrowest_width<C>(count)};
+    const CutTile tile = cut_tile<typename C::W>(p.cut, index);
+    return {0, tile.row, min(tile.width, p.rows - tile.row), tile.width};
   }
   __device__ __forceinline__ int after(int t, int) const { return t + gridDim.x; }
 };

@@ -5,59 +5,47 @@
 
 namespace vllm_humming {
 
-// Index of the narrowest width that holds `rows`; of the widest where none does.
-__device__ __forceinline__ int width_index(const WidthList& list, int rows) {
-  int i = 0;
-  while (i + 1 < list.count && list.at[i] < rows) ++i;
-  return i;
-}
-
 // Tiles of each width, and those that threads have taken of them, for both GEMMs.
 struct TileCounts {
   int made[2][WidthList::kMost], taken[2][WidthList::kMost];
 };
 
-// Writes the token tiles of thread's expert, which has `rows` rows: as many of the widest as it fills, then a narrow one for the rest. The
-// list goes from wide to narrow: CTAs take tiles as they finish others, so the last ones should be short. `counts`: shared, zero.
+// Writes the token tiles of thread's expert, which has `rows` rows, as the tile's widths are cut (cut.h). The list goes from wide to narrow:
+// CTAs take tiles as they finish others, so the last ones should be short. `counts`: shared, zero.
 // base(): the expert's first row, which is returned; it has a barrier of the block. All threads call; Gemms: lists to write.
 template <int Gemms, typename Base>
 __device__ __forceinline__ int write_tiles(const TileOutput& p, int rows, TileCounts& counts, Base base) {
   const int expert = threadIdx.x;
-  int full[Gemms], rest[Gemms], index[Gemms];
+  Cut cut[Gemms];
 #pragma unroll
   for (int s = 0; s < Gemms; ++s) {
-    const WidthList& list = p.widths[s];
-    full[s] = rows / list.max();
-    rest[s] = rows - full[s] * list.max();
-    index[s] = width_index(list, rest[s]);
-    if (full[s]) atomicAdd(&counts.made[s][list.count - 1], full[s]);
-    if (rest[s]) atomicAdd(&counts.made[s][index[s]], 1);
-  }
-  const int row = base();
-#pragma unroll
-  for (int s = 0; s < Gemms; ++s) {
-    const int widest = p.widths[s].max(), last = p.widths[s].count - 1;
-    int sum = 0, wider = 0;                                          // tiles in all, and those wider than this expert's narrow one
+    cut[s] = p.widths[s].cut(rows);
 #pragma unroll
     for (int i = 0; i < WidthList::kMost; ++i) {
-      const int made = counts.made[s][i];                            // zero past the list's widths
-      sum += made;
-      if (i > index[s]) wider += made;
-    }
-    if (expert == 0) {
-      p.lists->tiles[s] = sum;
-      p.lists->next[s] = 0;
-    }
-    if (full[s]) {
-      const int at = atomicAdd(&counts.taken[s][last], full[s]);     // the widest come first
-      for (int i = 0; i < full[s]; ++i) p.tiles[s][at + i] = TokenTile{expert, row + i * widest, widest, widest};
-    }
-    if (rest[s]) {
-      const int at = wider + atomicAdd(&counts.taken[s][index[s]], 1);
-      p.tiles[s][at] = TokenTile{expert, row + full[s] * widest, rest[s], p.widths[s].at[index[s]]};
+      const int tiles = cut[s].of(i, p.widths[s].count - 1);
+      if (tiles) atomicAdd(&counts.made[s][i], tiles);
     }
   }
-  return row;
+  const int first = base();
+#pragma unroll
+  for (int s = 0; s < Gemms; ++s) {
+    int row = first, wider = 0;  // the expert's next; tiles of the widths before
+#pragma unroll
+    for (int i = WidthList::kMost - 1; i >= 0; --i) {
+      const int tiles = cut[s].of(i, p.widths[s].count - 1);
+      if (tiles) {
+        const int at = wider + atomicAdd(&counts.taken[s][i], tiles), width = p.widths[s].at[i];
+#pragma unroll 1  // code size: it runs once, from a cold instruction cache
+        for (int t = 0; t < tiles; ++t, row += width) p.tiles[s][at + t] = TokenTile{expert, row, min(width, first + rows - row), width};
+      }
+      wider += counts.made[s][i];  // zero past the list's widths
+    }
+    if (expert == 0) {
+      p.lists->tiles[s] = wider;
+      p.lists->next[s] = 0;
+    }
+  }
+  return first;
 }
 
 }  // namespace vllm_humming

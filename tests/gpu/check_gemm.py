@@ -259,7 +259,7 @@ def plain_group(report: Report, args: argparse.Namespace) -> None:
         w = make_weights(rows, packed_k, 1, fmt, dtype, device, bias=True)
         for tile in tiles_for(args):
             widest = schedule.TILES[tile].widths[-1]
-            for m in dict.fromkeys((1, 8, 9, widest, widest + 1, 3 * widest + 5)):
+            for m in dict.fromkeys((1, 8, 9, widest, widest + 1, widest + widest // 2, 3 * widest + 5)):
                 for scales in [None] if fmt.path == "a16" else [None, "M-major"]:
                     label = f"{schedule.TILES[tile].name} M={m} N={n} {name} {scales or ''}"
                     report.case(

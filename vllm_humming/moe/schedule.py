@@ -2,19 +2,25 @@
 """Which compiled tile each GEMM of a layer runs with.
 
 The host knows the number of tokens, not how they are routed, so it picks the tile that costs least for the row counts
-that uniform routing would give. The token width of every tile is then picked on the device, for each expert, from its
-real count (csrc/moe/tile_lists.cuh): any choice made here is correct for any routing.
+that uniform routing would give. Into which widths each expert's rows are cut is then decided on the device, from their
+real number (csrc/moe/cut.h; `Tile.cut` is the same): any choice made here is correct for any routing.
 
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
-(docs/kernel-notes.md, "Measured"); tiles run in rounds of SMs x CTAs. Tiles that read sorted tokens
+(docs/kernel-notes.md, "Measured"); CTAs take tiles as they come free, wide ones first. Tiles that read sorted tokens
 add the sorting copy. Where a measurement disagreed, measured.py has the last word.
+
+`python -m vllm_humming.moe.schedule TOKENS TOP_K EXPERTS HIDDEN INTERMEDIATE` prints what is chosen and why, with
+`--seams` where the expected time jumps from one batch size to the next (seams.py).
 """
 
 import argparse
 import math
+from bisect import insort
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations_with_replacement
+from statistics import NormalDist
 from typing import get_args
 
 from vllm_humming.moe import measured
@@ -28,16 +34,18 @@ TILE_CYCLES = 3000  # a tile's start
 EPILOGUE_CYCLES = (26, 36)  # up and down, a token width of a 256-row tile
 # Cost of a round with hardly any tiles, by CTAs an SM: those that run do so undisturbed.
 LAST_ROUND = {1: 1.0, 2: 0.43, 3: 0.5, 4: 0.45}
-# Standard normal quantiles: the rows of an expert under uniform routing are about Poisson.
-_QUANTILES = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
+# Standard normal quantiles: the rows of an expert under uniform routing are about Poisson. As many as keep one more
+# tile from being a jump of its own.
+_QUANTILES = tuple(NormalDist().inv_cdf((i + 0.5) / 31) for i in range(31))
 
 
 @dataclass(frozen=True)
 class Tile:
     """A compiled tile: `blocks` x 64 weight rows by one of `widths` tokens, `ctas` CTAs an SM.
 
-    `cycles[i]`: the SM time of one 64 x 128 weight chunk at `widths[i]`. `sorted_tokens`: the up GEMM reads a sorted
-    copy of the tokens, of `token_bytes` an element. `path`: "a16" (activations of 16 bits) or "w4a8".
+    `cycles[i]`: the time of one 64 x 128 weight chunk at `widths[i]` on what runs the tile, an SM or a cluster of
+    `cluster` SMs. `sorted_tokens`: the up GEMM reads a sorted copy of the tokens, of `token_bytes` an element. `path`:
+    "a16" (activations of 16 bits) or "w4a8".
     """
 
     name: str
@@ -48,27 +56,55 @@ class Tile:
     cycles: tuple[int, ...]
     path: Path = "a16"
     token_bytes: int = 2
+    cluster: int = 1
 
-    def chunk_cycles(self, rows: float) -> float:
-        """SM cycles of a weight chunk for `rows` tokens of one expert."""
-        return self._summed(rows, self.cycles)
+    @property
+    def at_once(self) -> int:
+        """Tiles that run at the same time."""
+        return SMS // self.cluster * self.ctas
 
-    def tiles(self, rows: float) -> int:
-        """Token tiles of an expert with `rows` tokens."""
-        return self._summed(rows, (1,) * len(self.widths))
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """What cuts are chosen by: half cycles a chunk by width, with the share of an epilogue (32 cycles a width of
+        256 rows) that one of 16 chunks has. A tile's start costs the same for any width, and cuts of the same rows have
+        the same number of tiles. From K 768 to 7168 no tile has a better cut for that K (tests/test_cut.py)."""
+        return tuple(2 * cycles + width for cycles, width in zip(self.cycles, self.widths, strict=True))
 
-    def padded(self, rows: float) -> int:
-        """Token widths that `rows` tokens of an expert are computed with, summed."""
-        return self._summed(rows, self.widths)
+    def cut(self, rows: int) -> tuple[int, ...]:
+        """The widths of the tiles that the rows of one expert are computed with, from wide to narrow.
 
-    def _summed(self, rows: float, per_width: tuple[int, ...]) -> int:
-        """A per-width value summed over an expert's tiles: the widest while it fills them, then the narrowest."""
-        full, rest = divmod(math.ceil(rows), self.widths[-1])
-        last = next(v for w, v in zip(self.widths, per_width, strict=True) if w >= rest) if rest else 0
-        return full * per_width[-1] + last
+        As few tiles as can be, which bounds the lists in the workspace, and the cheapest widths of all that hold the
+        rows in these. What csrc/moe/cut.h does, and csrc/moe/tile_lists.cuh on the device.
+        """
+        full, others = self.cut_parts(rows)
+        return (self.widths[-1],) * full + others
+
+    def cut_parts(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """`cut` as the number of its first tiles, of the widest width, and the widths of the few others."""
+        widest = self.widths[-1]
+        tiles = -(-rows // widest)
+        unused = tiles * widest - rows
+        # Each tile that is not the widest takes some of what is unused: there are never more than these.
+        others = min(tiles, (widest - 1) // (widest - self.widths[-2]) if len(self.widths) > 1 else 0)
+        return tiles - others, _cheapest_widths(self, others, unused)
 
 
-# The order of csrc/moe/tiles.cpp.
+@lru_cache(maxsize=8192)
+def _cheapest_widths(tile: Tile, tiles: int, unused: int) -> tuple[int, ...]:
+    """The cheapest widths of `tiles` tiles, wide to narrow, that together are at most `unused` less than the widest.
+    Of equally cheap ones those that csrc/moe/cut.h takes: the least Cut::narrow."""
+    last = len(tile.widths) - 1
+    least = tiles * tile.widths[-1] - unused
+    cuts = (
+        picked
+        for picked in combinations_with_replacement(range(last, -1, -1), tiles)
+        if sum(tile.widths[i] for i in picked) >= least
+    )
+    best = min(cuts, key=lambda picked: (sum(tile.costs[i] for i in picked), sum(32**i for i in picked if i < last)))
+    return tuple(tile.widths[i] for i in best)
+
+
+# The order and the cycles of csrc/moe/tiles.cpp.
 TILES = (
     Tile("64x16", 1, 4, False, (8, 16), (297, 332)),
     Tile("64x32", 1, 3, False, (8, 16, 24, 32), (308, 342, 417, 496)),
@@ -85,23 +121,112 @@ TILES = (
 )
 
 
-def _gemm_cycles(tile: Tile, experts: float, rows: list[float], row_blocks: int, k_blocks: int, epilogue: int) -> float:
-    """Expected SM cycles of one GEMM with `experts` active experts of the (equally likely) row counts `rows`."""
-    columns = math.ceil(row_blocks / tile.blocks)
-    tiles = experts * columns * sum(tile.tiles(r) for r in rows) / len(rows)
-    mean = sum(tile.chunk_cycles(r) for r in rows) / sum(tile.tiles(r) for r in rows)
-    # CTAs take tiles as they come free; what is left over for the last round keeps only some of an SM's CTAs busy.
-    rounds = tiles / (SMS * tile.ctas)
-    rounds = max(1.0, sum(_whole(rounds * spread, LAST_ROUND[tile.ctas]) for spread in (0.98, 1.0, 1.02)) / 3)
-    width = sum(tile.padded(r) for r in rows) / sum(tile.tiles(r) for r in rows)
-    fixed = TILE_CYCLES + epilogue * width
-    return rounds * tile.ctas * tile.blocks * (k_blocks * mean + fixed / 4)
+@dataclass(frozen=True)
+class Load:
+    """entries: rows of all experts. mean: rows of an expert that has any. experts: how many have how many rows, these
+    rounded up to eights, of which all widths are multiples."""
+
+    entries: float
+    mean: float
+    experts: dict[int, float]
+
+    @property
+    def active(self) -> float:
+        return sum(self.experts.values())
 
 
-def _whole(rounds: float, least: float) -> float:
-    """Rounds, the last one counted as at least `least` of a full one."""
-    full = math.floor(rounds)
-    return full + (least + (1 - least) * (rounds - full) if rounds > full else 0.0)
+def uniform_load(entries: float, num_experts: int) -> Load:
+    """`entries` rows of random experts, each as likely as any."""
+    active = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
+    mean = entries / active
+    spread = math.sqrt(max(0.0, mean - 1.0))
+    experts: dict[int, float] = {}
+    for z in _QUANTILES:
+        rows = _eights(max(1.0, mean + z * spread))
+        experts[rows] = experts.get(rows, 0.0) + active / len(_QUANTILES)
+    return Load(entries, mean, experts)
+
+
+def _eights(rows: float) -> int:
+    return math.ceil(rows / 8) * 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is expected of one GEMM with one tile.
+
+    us: microseconds, of which copy_us for the sorting copy. even_us: what it would take if the CTAs shared the last
+    tiles evenly. rounds: tiles over those that run at once. token_tiles: of all experts, by width; each is run for all
+    `columns` tiles of weight rows. padded: their widths, summed.
+    """
+
+    us: float
+    copy_us: float
+    even_us: float
+    rounds: float
+    token_tiles: dict[int, float]
+    columns: int
+
+    @property
+    def padded(self) -> float:
+        return sum(width * number for width, number in self.token_tiles.items())
+
+
+def _makespan(tiles: list[tuple[float, float]], at_once: int, least: float) -> float:
+    """The time that `tiles`, of (duration, number) in order, take `at_once` CTAs, each of which takes the next one when
+    it is done with one. least: what time with hardly any CTAs busy, after the first tile, counts; they run faster."""
+    free = [(0.0, float(at_once))]  # CTAs by the time when they are free, ascending
+    for duration, number in tiles:
+        if free[-1][0] - free[0][0] <= duration:  # whole rounds keep the order
+            rounds = number // at_once
+            number -= rounds * at_once
+            free = [(time + rounds * duration, ctas) for time, ctas in free]
+        while number > 1e-6:
+            start, ctas = free[0]
+            taken = min(number, ctas)
+            number -= taken
+            free[:1] = [(start, ctas - taken)] if ctas - taken > 1e-6 else []
+            insort(free, (start + duration, taken))
+    total = past = 0.0
+    busy = float(at_once)
+    for time, ctas in free:
+        alone = max(0.0, time - max(past, tiles[0][0]))  # the part of it after the first tile
+        span = time - past - alone + alone * (least + (1 - least) * busy / at_once)
+        total += min(1.0, busy) * span  # less than one CTA: a chance of one
+        busy -= ctas
+        past = time
+    return total
+
+
+def _expected(load: Load, tile: Tile, n: int, k: int, epilogue: int, *, copied: bool) -> Expected:
+    """copied: a tile for sorted tokens has them copied first."""
+    k_blocks, columns = math.ceil(k / 128), math.ceil(math.ceil(n / 64) / tile.blocks)
+    token_tiles = dict.fromkeys(reversed(tile.widths), 0.0)
+    for rows, experts in load.experts.items():
+        full, others = tile.cut_parts(rows)
+        token_tiles[tile.widths[-1]] += full * experts
+        for width in others:
+            token_tiles[width] += experts
+    token_tiles = {width: number for width, number in token_tiles.items() if number}
+    chunk = dict(zip(tile.widths, tile.cycles, strict=True))
+    # All CTAs of an SM share it, so each takes as many times as long.
+    timed = [
+        (tile.ctas * tile.blocks * (k_blocks * chunk[width] + (TILE_CYCLES + epilogue * width) / 4), number * columns)
+        for width, number in token_tiles.items()
+    ]
+    # Routing varies, so the number of tiles does.
+    spans = [
+        _makespan([(duration, number * spread) for duration, number in timed], tile.at_once, LAST_ROUND[tile.ctas])
+        for spread in (0.98, 1.0, 1.02)
+    ]
+    even = sum(duration * number for duration, number in timed) / tile.at_once
+    copy = 0.0
+    if copied and tile.sorted_tokens:
+        copied_bytes = load.entries * k * tile.token_bytes
+        copy = copied_bytes / COPY_BYTES_PER_SECOND * 1e6 + COPY_LATENCY_CYCLES / CLOCK_GHZ / 1e3
+    rounds = sum(number for _, number in timed) / tile.at_once
+    us = sum(spans) / len(spans) / CLOCK_GHZ / 1e3 + copy
+    return Expected(us, copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy, rounds, token_tiles, columns)
 
 
 def tiles_of(path: Path) -> list[int]:
@@ -140,13 +265,28 @@ def costs(
     path: Path = "a16",
 ) -> tuple[tuple[int, int], dict[int, tuple[float, float]]]:
     """What `select` picks, and the expected (up, down) microseconds of every tile of the path, by its index."""
+    choice, table = expected(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
+    return choice, {index: (up.us, down.us) for index, (up, down) in table.items()}
+
+
+def expected(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool = True,
+    global_experts: int | None = None,
+    path: Path = "a16",
+) -> tuple[tuple[int, int], dict[int, tuple[Expected, Expected]]]:
+    """What `select` picks, and what is expected of the up and the down GEMM with every tile of the path."""
     # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
     share = num_experts / max(num_experts, global_experts or 0)
-    load = _uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
+    load = uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
     up_n = intermediate * (2 if gated else 1)
     sides = (
-        (up_n, hidden, _gemm_costs(load, up_n, hidden, EPILOGUE_CYCLES[0], path, copied=True)),
-        (hidden, intermediate, _gemm_costs(load, hidden, intermediate, EPILOGUE_CYCLES[1], path, copied=False)),
+        (up_n, hidden, _gemms(load, up_n, hidden, EPILOGUE_CYCLES[0], path, copied=True)),
+        (hidden, intermediate, _gemms(load, hidden, intermediate, EPILOGUE_CYCLES[1], path, copied=False)),
     )
     up, down = (_cheapest(table, num_experts, n, k, load.mean, path) for n, k, table in sides)
     return (up, down), {index: (sides[0][2][index], sides[1][2][index]) for index in tiles_of(path)}
@@ -168,46 +308,26 @@ def gemm_costs(
 ) -> tuple[int, dict[int, float]]:
     """What `select_gemm` picks, and the expected microseconds of every tile of the path, by its index."""
     rows = float(max(1, num_rows))
-    load = _uniform_load(rows, num_experts) if num_experts > 1 else _Load(rows, 1.0, rows, [rows])
-    table = _gemm_costs(load, n, k, EPILOGUE_CYCLES[1], path, copied=gathered)
-    return _cheapest(table, num_experts, n, math.ceil(k / 128) * 128, load.mean, path), table
+    load = uniform_load(rows, num_experts) if num_experts > 1 else Load(rows, rows, {_eights(rows): 1.0})
+    table = _gemms(load, n, k, EPILOGUE_CYCLES[1], path, copied=gathered)
+    choice = _cheapest(table, num_experts, n, math.ceil(k / 128) * 128, load.mean, path)
+    return choice, {index: gemm.us for index, gemm in table.items()}
 
 
-@dataclass(frozen=True)
-class _Load:
-    """entries: rows of all experts. active: experts that have any. mean: rows of one of these. rows: equally likely
-    numbers of them."""
-
-    entries: float
-    active: float
-    mean: float
-    rows: list[float]
+def _gemms(load: Load, n: int, k: int, epilogue: int, path: Path, *, copied: bool) -> dict[int, Expected]:
+    return {index: _expected(load, TILES[index], n, k, epilogue, copied=copied) for index in tiles_of(path)}
 
 
-def _uniform_load(entries: float, num_experts: int) -> _Load:
-    active = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
-    mean = entries / active
-    spread = math.sqrt(max(0.0, mean - 1.0))
-    return _Load(entries, active, mean, [max(1.0, mean + z * spread) for z in _QUANTILES])
-
-
-def _gemm_costs(load: _Load, n: int, k: int, epilogue: int, path: Path, *, copied: bool) -> dict[int, float]:
-    """Expected microseconds of a GEMM by tile; copied: tiles for sorted tokens have them copied first."""
-    copy_per_byte = load.entries * k / COPY_BYTES_PER_SECOND * CLOCK_GHZ * 1e9
-    table = {}
-    for index in tiles_of(path):
-        tile = TILES[index]
-        cycles = _gemm_cycles(tile, load.active, load.rows, math.ceil(n / 64), math.ceil(k / 128), epilogue)
-        if copied and tile.sorted_tokens:
-            cycles += copy_per_byte * tile.token_bytes + COPY_LATENCY_CYCLES
-        table[index] = cycles / CLOCK_GHZ / 1e3
-    return table
-
-
-def _cheapest(table: dict[int, float], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
-    """The recorded tile of that GEMM, else the one that costs least."""
+def recorded(num_experts: int, n: int, k: int, mean: float, path: Path) -> int | None:
+    """The tile that measured.py has for that GEMM (k padded to 128), if any. mean: rows of an active expert."""
     name = measured.tile_for(num_experts, n, k, mean, path)
-    return next(i for i in table if TILES[i].name == name) if name else min(table, key=lambda index: table[index])
+    return next(index for index in tiles_of(path) if TILES[index].name == name) if name else None
+
+
+def _cheapest(table: dict[int, Expected], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
+    """The recorded tile of that GEMM, else the one that costs least."""
+    record = recorded(num_experts, n, k, mean, path)
+    return min(table, key=lambda index: table[index].us) if record is None else record
 
 
 def _positive(text: str) -> int:
@@ -217,19 +337,42 @@ def _positive(text: str) -> int:
     return value
 
 
+def _print_gemm(title: str, table: dict[int, Expected], choice: int, record: int | None) -> None:
+    print(f"{title}\n{'tile':<12}{'us':>9}{'rounds':>8}{'idle %':>8}{'padded':>9}  tiles of a width, of all experts")
+    for index, gemm in table.items():
+        cuts = ", ".join(f"{number:.1f} x {width}" for width, number in gemm.token_tiles.items())
+        mark = "  <- a record of measured.py" if index == record else "  <- the least" if index == choice else ""
+        idle = 100 * (1 - gemm.even_us / gemm.us)
+        print(f"{TILES[index].name:<12}{gemm.us:>9.1f}{gemm.rounds:>8.2f}{idle:>8.0f}{gemm.padded:>9.0f}  {cuts}{mark}")
+
+
 def main() -> None:
-    """Prints the expected cost of every tile of a path, and the choice."""
+    """Prints what is expected of every tile of a path for both GEMMs of a layer, and the choice; or, with --seams,
+    where the expected time of the chosen tiles jumps."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    for name in ("tokens", "top_k", "experts", "hidden", "intermediate"):
+    parser.add_argument("tokens", type=_positive, help="with --seams: the most tokens")
+    for name in ("top_k", "experts", "hidden", "intermediate"):
         parser.add_argument(name, type=_positive)
     parser.add_argument("--path", choices=get_args(Path), default="a16")
+    parser.add_argument("--seams", action="store_true", help="walk 8, 16, .. TOKENS and print jumps of more than 5 %%")
     args = parser.parse_args()
     intermediate = math.ceil(args.intermediate / 128) * 128
-    choice, table = costs(args.tokens, args.top_k, args.experts, args.hidden, intermediate, path=args.path)
-    print(f"{'tile':<12}{'up us':>10}{'down us':>10}")
-    for index, (up, down) in table.items():
-        marks = " up" * (index == choice[0]) + " down" * (index == choice[1])
-        print(f"{TILES[index].name:<12}{up:>10.1f}{down:>10.1f}{marks}")
+    sizes = (args.top_k, args.experts, args.hidden, intermediate)
+    if args.seams:
+        from vllm_humming.moe import seams
+
+        found = seams.find(range(8, args.tokens + 1, 8), *sizes, path=args.path)
+        print("\n".join(map(str, found)) or f"no jump of more than {100 * seams.LIMIT:.0f} % beyond the added work")
+        return
+    choice, table = expected(args.tokens, *sizes, path=args.path)
+    load = uniform_load(min(args.tokens, 16384) * args.top_k, args.experts)
+    span = f"{min(load.experts)} to {max(load.experts)}"
+    print(f"{load.active:.1f} active experts with {load.mean:.1f} rows each, {span} in eights")
+    gemms = (("up", 2 * intermediate, args.hidden), ("down", args.hidden, intermediate))
+    for side, (title, n, k) in enumerate(gemms):
+        record = recorded(args.experts, n, k, load.mean, args.path)
+        tiles = {index: both[side] for index, both in table.items()}
+        _print_gemm(f"{title}: N {n}, K {k}", tiles, choice[side], record)
 
 
 if __name__ == "__main__":
