@@ -186,6 +186,9 @@ __device__ __forceinline__ uint4 load_matrix_4(uint32_t a) {
 __device__ __forceinline__ void store_matrix_transposed(uint32_t a, uint32_t v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(a), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_matrix_4(uint32_t a, uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
+}
 template <int Id>
 __device__ __forceinline__ void named_barrier(int threads) {
   asm volatile("bar.sync %0, %1;" ::"n"(Id), "r"(threads) : "memory");
