@@ -20,23 +20,21 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t a, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(rank));
   return d;
 }
-__device__ __forceinline__ void store_remote_4(uint32_t remote, uint32_t v) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(v) : "memory");
+// Four bytes to `remote`, which completes on the barrier `bar` (remote, too) as a copy does.
+__device__ __forceinline__ void store_async_4(uint32_t remote, uint32_t v, uint32_t bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(remote), "r"(v), "r"(bar) : "memory");
 }
-// For what the other CTA's copies may overwrite from now on.
+// For what the other CTA may overwrite from now on. (With .release.cluster it would be preceded by a fence of hundreds of clocks.)
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
-// The same, and what this warp wrote before is seen by those who wait with mbarrier_wait_cluster: a fence, hundreds of clocks.
-__device__ __forceinline__ void mbarrier_arrive_remote_release(uint32_t remote) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
-}
-// Also sees what other CTAs wrote before they arrived.
+// By a whole warp; also sees what other CTAs stored asynchronously.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "VH_WAIT:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "vote.sync.all.pred done, done, -1;\n"
       "@done bra VH_DONE;\n"
       "bra VH_WAIT;\n"
       "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");

@@ -70,6 +70,17 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "bra VH_WAIT;\n"
       "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
+// The same for a whole warp at once: in the middle of a loop another wait would look divergent, and what lies in uniform registers leave them.
+__device__ __forceinline__ void mbarrier_wait_warp(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "VH_WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "vote.sync.all.pred done, done, -1;\n"
+      "@done bra VH_DONE;\n"
+      "bra VH_WAIT;\n"
+      "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
 // Whether that phase has ended, 0 or 1; the answer takes a while, which other instructions can hide.
 __device__ __forceinline__ uint32_t mbarrier_ready(uint32_t bar, uint32_t parity) {
   uint32_t ready;

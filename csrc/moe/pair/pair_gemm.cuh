@@ -11,16 +11,6 @@
 
 namespace vllm_humming::gemm {
 
-template <typename T, typename C, Stage S, int Blocks>
-__device__ __forceinline__ void consume_pair_tile(const GemmParams& p, const PairShared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
-                                                  int rank, Ring<C::kStages>& ring, Ring<C::kDecoded>& decoded, Ring<1>& exchanges) {
-  float acc[C::kBlocks][kPairValues] = {};
-  multiply_pair<C, Blocks>(p, s, ring, decoded, warpgroup, rank, acc);
-  const int block0 = int(ptx::load_shared_4(info.block()));
-  if constexpr (S == Stage::kUp) store_pair_fp8<C, Blocks>(p, s, info, tile, warpgroup, block0, rank, exchanges, acc);
-  else store_pair<T, C, Blocks>(p, s, info, tile, warpgroup, block0, acc);
-}
-
 template <typename T, typename C, Stage S>
 __device__ __forceinline__ void consume_pairs(const GemmParams& p, const PairShared& s, int warpgroup, int rank) {
   Ring<C::kStages> ring;
@@ -30,12 +20,22 @@ __device__ __forceinline__ void consume_pairs(const GemmParams& p, const PairSha
   while (true) {
     const TileInfo<C> info(s, infos.at);
     ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
+    if (ptx::uniform(info.tile().expert < 0)) break;
+    float acc[C::kBlocks][kPairValues] = {};
+    {
+      const int width = info.tile().width, blocks = pair_blocks(width, warpgroup);
+      if (ptx::uniform(blocks == 2)) multiply_pair<C, 2>(p, s, ring, decoded, warpgroup, rank, acc);
+      else if (ptx::uniform(blocks == 1)) multiply_pair<C, 1>(p, s, ring, decoded, warpgroup, rank, acc);
+      else skip_pair<C>(p, s, ring, decoded, rank);
+    }
+    // Read again: registers are scarce in the main loop.
     const TokenTile tile = info.tile();
-    if (ptx::uniform(tile.expert < 0)) break;
-    const int blocks = (tile.width / 64 + 1 - warpgroup) / 2;
-    if (ptx::uniform(blocks == 2)) consume_pair_tile<T, C, S, 2>(p, s, info, tile, warpgroup, rank, ring, decoded, exchanges);
-    else if (ptx::uniform(blocks == 1)) consume_pair_tile<T, C, S, 1>(p, s, info, tile, warpgroup, rank, ring, decoded, exchanges);
-    else skip_pair<C>(p, s, ring, decoded, rank);
+    const int blocks = pair_blocks(tile.width, warpgroup), block0 = int(ptx::load_shared_4(info.block()));
+    if constexpr (S == Stage::kUp) {
+      if (ptx::uniform(blocks > 0)) store_pair_fp8<C>(p, s, info, tile, warpgroup, blocks, block0, rank, exchanges, acc);
+    } else {
+      store_pair<T, C>(p, s, info, tile, warpgroup, blocks, block0, acc);
+    }
     __syncwarp();
     if (kEveryThreadArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();

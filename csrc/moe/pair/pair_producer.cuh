@@ -26,11 +26,11 @@ __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairSha
     if (rank == 0) {
       if (lane == 0) {
         t = clusters + atomicAdd(p.next_tile, 1);
-        ptx::store_remote_4(ptx::map_shared(next, 1), t);
-        ptx::mbarrier_arrive_remote_release(ptx::map_shared(full, 1));
+        ptx::store_async_4(ptx::map_shared(next, 1), t, ptx::map_shared(full, 1));
       }
       t = __shfl_sync(~0u, t, 0);
     } else {
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, 4);
       ptx::mbarrier_wait_cluster(full, mail.parity);
       t = int(ptx::load_shared_4(next));
     }

@@ -27,14 +27,14 @@ struct PairConfig {
   static constexpr bool kScalesByThread = false;                 // token scales of a stage in the tokens' order
   static constexpr int kConsumers = 256, kDecoders = 128, kProducers = 128;
   static constexpr int kThreads = kConsumers + kDecoders + kProducers;
-  static constexpr int kConsumerRegisters = 208, kDecoderRegisters = 56, kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 216, kDecoderRegisters = 40, kProducerRegisters = 40;
   static_assert(kConsumers * kConsumerRegisters + kDecoders * kDecoderRegisters + kProducers * kProducerRegisters <= 65536);
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK;        // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
   static constexpr int kScaleBytes = kMaxWidth * 4;
   static constexpr int kDecodedBytes = kTileRows * kBlockK;
-  static constexpr int kStoreStride = kTileRows * 2 + 16;        // + 16: rows start in different banks
+  static constexpr int kStoreStride = kBlockRows * 2 + 16;       // + 16: rows start in different banks
   static constexpr int kStoreBytes = 16 * kStoreStride;          // a consumer warp
   static constexpr int kInfos = 2;
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
