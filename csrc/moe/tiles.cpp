@@ -5,10 +5,10 @@
 namespace vllm_humming {
 
 extern const Tile tile_64x16, tile_64x32, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_f8_256x16, tile_f8_256x64,
-    tile_f8_256x96, tile_f8_256x256, tile_f8_256x256b;
+    tile_f8_256x96, tile_f8_256x256;
 
 static const Tile* const kTiles[] = {&tile_64x16,   &tile_64x32,   &tile_128x48,    &tile_128x64,    &tile_128x96,    &tile_256x128,
-                                     &tile_256x160, &tile_f8_256x16, &tile_f8_256x64, &tile_f8_256x96, &tile_f8_256x256, &tile_f8_256x256b};
+                                     &tile_256x160, &tile_f8_256x16, &tile_f8_256x64, &tile_f8_256x96, &tile_f8_256x256};
 
 int64_t tile_total() { return sizeof(kTiles) / sizeof(kTiles[0]); }
 

@@ -4,9 +4,6 @@
 namespace vllm_humming {
 // Token widths, stages, buffers of decoded weights.
 template <Format F>
-using Config_f8_256x256 = PairConfig<F, Widths<64, 128, 192, 256>, 3, 3>;
+using Config_f8_256x256 = PairConfig<F, Widths<64, 128, 192, 256>, 4, 2>;
 extern const Tile tile_f8_256x256 = TileInstance<Config_f8_256x256, Path::kFp8>::tile();
-template <Format F>
-using Config_f8_256x256b = PairConfig<F, Widths<64, 128, 192, 256>, 4, 2>;
-extern const Tile tile_f8_256x256b = TileInstance<Config_f8_256x256b, Path::kFp8>::tile();
 }  // namespace vllm_humming
