@@ -18,19 +18,21 @@ inline void check(cudaError_t e, const char* what) {
   throw std::runtime_error(std::string("vllm_humming: could not ") + what + ": " + cudaGetErrorString(e) + hint);
 }
 
-// Launches with programmatic stream serialization: the kernel starts early and waits with griddepcontrol.wait.
-template <typename... Args>
+// Launches with programmatic stream serialization: the kernel starts early and waits with griddepcontrol.wait. Cluster: CTAs a cluster.
+template <int Cluster = 1, typename... Args>
 void launch(void (*kernel)(Args...), dim3 grid, int threads, int shared, cudaStream_t stream, const Args&... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {Cluster, 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = Cluster > 1 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, args...), "launch a kernel");
 }
 

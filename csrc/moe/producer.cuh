@@ -39,7 +39,7 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
     if (kEveryThreadArrives) ptx::mbarrier_arrive(full);
     return;
   }
-  if (tile.expert < 0) return ptx::mbarrier_arrive(full);
+  if (tile.expert < 0 || block0 >= p.row_blocks) return ptx::mbarrier_arrive(full);
   const uint32_t bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
   const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
   ptx::mbarrier_arrive_expect_tx(full, p.bias ? 2 * bytes : bytes);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, i
 template <typename C>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
                                              uint64_t policy) {
-  const int blocks = min(C::kTileBlocks, p.row_blocks - block0);
+  const int blocks = max(0, min(C::kTileBlocks, p.row_blocks - block0));
   const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * C::kChunkBytes;
   const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
   ptx::mbarrier_arrive_expect_tx(full, blocks * C::kChunkBytes);

@@ -50,6 +50,7 @@ struct TileConfig {
 
   static constexpr int kTokenBytes = kMaxWidth * kBlockK * token_bytes(WeightFormat);  // a stage
   static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
+  static constexpr bool kScalesByThread = true;                  // see scale_place
   static constexpr int kScaleBytes = kFp8 ? (kMaxWidth * 4 + 127) / 128 * 128 : 0;     // token scales of a stage
   static constexpr int kStoreTokens = kMaxWidth <= (kFp8 ? 64 : 32) ? 8 : 16;  // tokens of one store chunk
   static constexpr int kStoreStride = kBlocks * kBlockRows * 2 + 16;  // + 16: rows start in different banks
@@ -108,7 +109,8 @@ struct TileInfo {
 // Where a token's scale lies among those of a stage: a thread's, tokens 8 j + 2 q and 8 j + 2 q + 1, lie together.
 template <typename C>
 __device__ __forceinline__ int scale_place(int token) {
-  return token % 8 / 2 * (C::kMaxWidth / 4) + token / 8 * 2 + token % 2;
+  if constexpr (!C::kScalesByThread) return token;
+  else return token % 8 / 2 * (C::kMaxWidth / 4) + token / 8 * 2 + token % 2;
 }
 
 // Position in a ring of N buffers and the parity of its barriers.

@@ -6,12 +6,22 @@
 #include <limits>
 #include "gemm.cuh"
 #include "launch.h"
+#include "pair/pair_gemm.cuh"
 
 namespace vllm_humming {
 
+template <typename C>
+constexpr int kClusterOf = 1;
+template <Format F, typename W, int Stages, int Decoded>
+constexpr int kClusterOf<PairConfig<F, W, Stages, Decoded>> = 2;
+
 template <typename T, typename C, Stage S>
 void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
-  auto* kernel = gemm::kernel<T, C, S>;
+  constexpr int kCluster = kClusterOf<C>;
+  auto* kernel = [] {
+    if constexpr (kCluster > 1) return &gemm::pair_kernel<T, C, S>;
+    else return &gemm::kernel<T, C, S>;
+  }();
   int device = 0, sms = 0;
   check(cudaGetDevice(&device), "read the current device");
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
@@ -21,9 +31,9 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
     const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
     map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
   }
-  const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas));
+  const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas / kCluster)) * kCluster;
   if (most_tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
-  launch(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
+  launch<kCluster>(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
 // Config<F>: the tile's configuration for a weight format. Each tile's has a name of its own: it is part of the linker's name of launch().
@@ -59,7 +69,7 @@ struct TileInstance {
     static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
-    return {P, widths, C::kTileBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
+    return {P, widths, C::kTileBlocks * kClusterOf<C>, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
   }
 };
 

@@ -7,7 +7,7 @@
 namespace vllm_humming {
 
 extern const Tile tile_64x16, tile_64x32, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_f8_256x16, tile_f8_256x64,
-    tile_f8_256x96;
+    tile_f8_256x96, tile_f8_256x256;
 
 // Cycles: schedule.py's, by width. What the cut of an expert's rows into tiles is chosen by.
 struct Entry {
@@ -25,6 +25,7 @@ static const Entry kTiles[] = {
     {&tile_f8_256x16, {188, 188}},
     {&tile_f8_256x64, {206, 236, 284, 367}},
     {&tile_f8_256x96, {295, 330, 350, 434}},
+    {&tile_f8_256x256, {228, 285, 350, 415}},
 };
 
 int64_t tile_total() { return sizeof(kTiles) / sizeof(kTiles[0]); }

@@ -70,6 +70,17 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "bra VH_WAIT;\n"
       "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
+// The same for a whole warp at once: in the middle of a loop another wait would look divergent, and what lies in uniform registers leave them.
+__device__ __forceinline__ void mbarrier_wait_warp(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "VH_WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "vote.sync.all.pred done, done, -1;\n"
+      "@done bra VH_DONE;\n"
+      "bra VH_WAIT;\n"
+      "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
 // Whether that phase has ended, 0 or 1; the answer takes a while, which other instructions can hide.
 __device__ __forceinline__ uint32_t mbarrier_ready(uint32_t bar, uint32_t parity) {
   uint32_t ready;
@@ -187,6 +198,9 @@ __device__ __forceinline__ uint4 load_matrix_4(uint32_t a) {
 // One 8x8 tile of 16-bit values, transposed: lane i < 8 gives the address of row i.
 __device__ __forceinline__ void store_matrix_transposed(uint32_t a, uint32_t v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(a), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_matrix_4(uint32_t a, uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
 template <int Id>
 __device__ __forceinline__ void named_barrier(int threads) {
