@@ -97,6 +97,8 @@ def uses_wgmma(name: str) -> bool:
 
     Raises ValueError for a tile configuration of another form than csrc/moe/tile.cuh had: update the pattern here.
     """
+    if "PairConfig" in name:
+        return True
     match = _TILE.search(name)
     if match is None:
         if "TileConfig" in name:

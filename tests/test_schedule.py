@@ -173,8 +173,9 @@ def test_one_expert_costs_what_its_rows_need(path):
 def compiled_tiles() -> dict[str, re.Match]:
     """name -> the parts of its configuration, from csrc/moe/tiles."""
     config = re.compile(
-        r"using Config_(?P<name>\w+) = TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
-        r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>;\n"
+        r"using Config_(?P<name>\w+) = (?:TileConfig<F, (?P<warpgroups>\d+), (?P<blocks>\d+), "
+        r"Widths<(?P<widths>[\d, ]+)>, [^,]+, (?P<ctas>\d+), \d+, \d+, Tokens::(?P<tokens>\w+)>|"
+        r"(?P<pair>PairConfig)<F, Widths<(?P<pair_widths>[\d, ]+)>, \d+, \d+>);\n"
         r"extern const Tile tile_(?P<tile>\w+) = TileInstance<Config_(?P<used>\w+), Path::(?P<path>\w+)>::tile\(\);"
     )
     found = [config.search(path.read_text()) for path in sorted((CSRC / "tiles").glob("*.cu"))]

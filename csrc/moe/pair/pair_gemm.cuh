@@ -31,7 +31,8 @@ __device__ __forceinline__ void consume_pairs(const GemmParams& p, const PairSha
     // Read again: registers are scarce in the main loop.
     const TokenTile tile = info.tile();
     const int blocks = pair_blocks(tile.width, warpgroup), block0 = int(ptx::load_shared_4(info.block()));
-    if constexpr (S == Stage::kUp) {
+    if (ptx::uniform(block0 >= p.row_blocks)) {                    // the other CTA has the last rows; of a gated layer both have some
+    } else if constexpr (S == Stage::kUp) {
       if (ptx::uniform(blocks > 0)) store_pair_fp8<C>(p, s, info, tile, warpgroup, blocks, block0, rank, exchanges, acc);
     } else {
       store_pair<T, C>(p, s, info, tile, warpgroup, blocks, block0, acc);
