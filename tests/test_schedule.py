@@ -197,7 +197,11 @@ def test_the_table_is_what_is_compiled():
     for name, tile in zip(names, schedule.TILES, strict=True):
         match = compiled[name]
         assert tile.path == {"kA16": "a16", "kFp8": "w4a8"}[match["path"]]
+        assert tile.cluster == (2 if match["pair"] else 1)
+        assert tile.widths == tuple(map(int, (match["pair_widths"] or match["widths"]).split(",")))
+        if match["pair"]:  # 128 rows a CTA, which has an SM to itself; csrc/moe/pair/pair_tile.cuh
+            assert (tile.blocks, tile.ctas, tile.sorted_tokens) == (4, 1, True)
+            continue
         assert tile.blocks == int(match["warpgroups"]) * int(match["blocks"])
-        assert tile.widths == tuple(int(width) for width in match["widths"].split(","))
         assert tile.ctas == int(match["ctas"])
         assert tile.sorted_tokens == (match["tokens"] == "kSorted")
