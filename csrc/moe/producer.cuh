@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 #include <type_traits>
+#include "few_entries.cuh"
 #include "tile.cuh"
 
 namespace vllm_humming::gemm {
@@ -16,19 +17,19 @@ constexpr bool kListIsOlder = !kGathers<C, S>;
 
 // Fills a tile info whose buffer is free. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
-template <typename C, Stage S>
-__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const TokenTile& tile,
-                                        int block0, int lane) {
+template <typename C, Stage S, typename Tiles>
+__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const Tiles& tiles,
+                                        const TokenTile& tile, int block0, int lane) {
   const TileInfo<C> info(s, ring.at);
   const uint32_t full = s.info_full + ring.at * 8;
 #pragma unroll 1
   for (int r = lane; r < tile.count; r += 32) {
     const int row = tile.row + r;
     if (S == Stage::kDown || kGathers<C, S>) {
-      const uint32_t slot = p.slots ? __ldcg(p.slots + row) : row;
+      const uint32_t slot = tiles.slot(row);
       ptx::store_shared_4(info.slots() + r * 4, S == Stage::kDown ? slot : slot / uint32_t(p.top_k) * uint32_t(p.x_stride / 8));
     }
-    ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? __ldcg(p.row_weight + row) : 1.0f));
+    ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? __ldcg(p.row_weight + tiles.weight(row)) : 1.0f));
   }
   if (lane == 0) {
     ptx::store_shared_16(info.at, make_uint4(tile.expert, tile.row, tile.count, tile.width));
@@ -47,9 +48,15 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
   if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
 }
 
-// Token tiles of a list, shared out as CTAs come free.
-struct ListedTiles {
+// Rows in the order of the row list, if any, and of the router weights.
+struct ListedRows {
   const GemmParams& p;
+  __device__ __forceinline__ int slot(int row) const { return p.slots ? __ldcg(p.slots + row) : row; }
+  __device__ __forceinline__ int weight(int row) const { return row; }
+};
+
+// Token tiles of a list, shared out as CTAs come free.
+struct ListedTiles : ListedRows {
   __device__ __forceinline__ int total() const { return __ldcg(p.tile_count); }
   __device__ __forceinline__ TokenTile at(int index) const {
     const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles) + index);
@@ -61,18 +68,9 @@ struct ListedTiles {
   }
 };
 
-// Narrowest compiled width that holds `count` tokens.
-template <typename C, int I = 0>
-__device__ __forceinline__ int narrowest_width(int count) {
-  constexpr int N = C::W::kAt[I];
-  if constexpr (I + 1 < C::W::kCount) return count > N ? narrowest_width<C, I + 1>(count) : N;
-  else return N;
-}
-
 // Token tiles of one expert's p.rows, cut as a list would have them, in turns.
 template <typename C>
-struct PlainTiles {
-  const GemmParams& p;
+struct PlainTiles : ListedRows {
   __device__ __forceinline__ int total() const { return (p.rows + C::kMaxWidth - 1) / C::kMaxWidth; }
   __device__ __forceinline__ TokenTile at(int index) const {
     const int row = index * C::kMaxWidth, count = min(C::kMaxWidth, p.rows - row);
@@ -86,24 +84,30 @@ __device__ __forceinline__ void publish_all(const GemmParams& p, const Shared& s
   const int total = tiles.total() * p.column_tiles;
   Ring<C::kInfos> infos;
   for (int t = blockIdx.x; t < total;) {
-    publish<C, S>(p, s, infos, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
+    publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
     infos.next();
     // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     t = tiles.after(t, lane);
   }
-  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
+  publish<C, S>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane);
 }
 
 // The scheduler warp: takes this CTA's tiles, one after the other as buffers come free, ahead of the loaders, whose copies then never wait
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
+  if constexpr (C::kFew) {
+    if (p.few.topk_ids) {
+      if constexpr (S == Stage::kUp) prepare_few(p, lane);
+      return publish_all<C, S>(p, s, lane, FewTiles<C>(p, s, lane));
+    }
+  }
   if constexpr (S == Stage::kDown) {
-    if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{p});  // reads nothing that a kernel ahead may have written
+    if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{{p}});  // reads nothing that a kernel ahead may have written
   }
   if (!kListIsOlder<C, S> || p.list_is_new || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
-  publish_all<C, S>(p, s, lane, ListedTiles{p});
+  publish_all<C, S>(p, s, lane, ListedTiles{{p}});
 }
 
 template <typename C>

@@ -140,6 +140,18 @@ def workspace_for(layer: Layer, tokens: int) -> Tensor:
     return torch.full((size + GUARD_BYTES,), 255, dtype=torch.uint8, device=layer.w13.packed.device)[:size]
 
 
+def workspace_parts(layer: Layer, workspace: Tensor, entries: int) -> list[Tensor]:
+    """uint8 views of what csrc/moe/layer.cpp puts first in a workspace: h, its scales, the tokens' scales, y, slots."""
+    hidden, width, fp8 = layer.shape.hidden, padded_intermediate(layer), layer.weight_format.path == "w4a8"
+    scales = [width // 128 * entries * 4, -(-hidden // 128) * entries * 4] if fp8 else [0, 0]
+    y = entries * max(2 * hidden, -(-hidden // 128) * 128 if fp8 else 0)
+    parts, at = [], 0
+    for size in (entries * width * (1 if fp8 else 2), *scales, y, entries * 4):
+        parts.append(workspace[at : at + size])
+        at += -(-size // 256) * 256
+    return parts
+
+
 def selected_tiles(layer: Layer, tokens: int, top_k: int | None = None) -> tuple[int, int]:
     s = layer.shape
     path = layer.weight_format.path
@@ -233,18 +245,12 @@ def oracle(layer, x, weights, ids, expert_map=None, router_weight_on_input=False
 def _kernel_h(layer, x, weights, ids, tiles, expert_map, router_weight_on_input) -> Tensor:
     """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cpp)."""
     tokens, top_k = ids.shape
-    entries, hidden, width = tokens * top_k, x.shape[1], padded_intermediate(layer)
+    entries, width = tokens * top_k, padded_intermediate(layer)
     sized = replace(layer, shape=replace(layer.shape, top_k=top_k))
     workspace, out = workspace_for(sized, tokens), torch.empty_like(x)
     launch(layer, x, weights, ids, out, workspace, tiles, expert_map, router_weight_on_input)
-    blocks = -(-hidden // 128)
-    y = entries * max(2 * hidden, 128 * blocks)
-    sizes = (entries * width, width // 128 * entries * 4, blocks * entries * 4, y)
-    parts, at = [], 0
-    for size in (*sizes, entries * 4):
-        parts.append(workspace[at : at + size])
-        at += -(-size // 256) * 256
-    codes, scales, slots = parts[0], parts[1].view(torch.float32), parts[4].view(torch.int32)
+    codes, scales, slots = (workspace_parts(layer, workspace, entries)[i] for i in (0, 1, 4))
+    scales, slots = scales.view(torch.float32), slots.view(torch.int32)
     k = torch.arange(128, device=x.device)
     place = k // 8 % 4 * 32 + k // 4 % 2 * 16 + k // 32 * 4 + k % 4
     values = codes.view(torch.float8_e4m3fn).double().view(entries, width // 128, 128)[:, :, place]
