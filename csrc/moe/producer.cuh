@@ -36,16 +36,7 @@ __device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, co
     ptx::store_shared_4(info.block(), block0);
   }
   __syncwarp();
-  if (lane > 0) {
-    if (kEveryThreadArrives) ptx::mbarrier_arrive(full);
-    return;
-  }
-  if (tile.expert < 0) return ptx::mbarrier_arrive(full);
-  const uint32_t bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
-  const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
-  ptx::mbarrier_arrive_expect_tx(full, p.bias ? 2 * bytes : bytes);
-  ptx::bulk_load(info.row_scale(), p.row_scale + first, bytes, full);
-  if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
+  if (kEveryThreadArrives || lane == 0) ptx::mbarrier_arrive(full);
 }
 
 // Rows in the order of the row list, if any, and of the router weights.
@@ -108,6 +99,17 @@ __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, i
   }
   if (!kListIsOlder<C, S> || p.list_is_new || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
   publish_all<C, S>(p, s, lane, ListedTiles{{p}});
+}
+
+// The tile's row scales and biases. They come with its first stage: with the tile info, they kept the first weights waiting.
+template <typename C>
+__device__ __forceinline__ void load_row_factors(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, const TileInfo<C>& info,
+                                                 int stage) {
+  const uint32_t full = s.full + stage * 8, bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
+  const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
+  ptx::mbarrier_expect_tx(full, p.bias ? 2 * bytes : bytes);
+  ptx::bulk_load(info.row_scale(), p.row_scale + first, bytes, full);
+  if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
 }
 
 template <typename C>
@@ -174,9 +176,15 @@ __device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared&
   ptx::copy16_arrive(s.full + stage * 8);
 }
 
-// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that.
-template <typename C, typename F, typename Ahead>
-__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead) {
+struct Nothing {
+  template <typename... Arguments>
+  __device__ __forceinline__ void operator()(const Arguments&...) const {}
+};
+
+// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that; and
+// begin(tile, block0, info, stage) before a tile's first stage.
+template <typename C, typename F, typename Ahead, typename Begin = Nothing>
+__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead, Begin begin = {}) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
   while (true) {
@@ -185,6 +193,10 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
     const TokenTile tile = info.tile();
     if (tile.expert < 0) break;
     const int block0 = int(ptx::load_shared_4(info.block()));
+    if constexpr (!std::is_same_v<Begin, Nothing>) {
+      ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
+      begin(tile, block0, info, ring.at);
+    }
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       ahead(tile, kb);
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
@@ -199,7 +211,7 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
 
 template <typename C, typename F>
 __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
-  for_each_stage<C>(p, s, f, [](const TokenTile&, int) {});
+  for_each_stage<C>(p, s, f, Nothing());
 }
 
 // The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
@@ -210,9 +222,13 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
   if (warp == 0) {
     if (lane > 0) return;
     const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
-      load_weights<C>(p, s, tile, block0, kb, stage, policy);
-    });
+    for_each_stage<C>(
+        p, s,
+        [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
+          load_weights<C>(p, s, tile, block0, kb, stage, policy);
+        },
+        Nothing(),
+        [&](const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) { load_row_factors<C>(p, s, tile, block0, info, stage); });
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
