@@ -238,6 +238,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
   } else if constexpr (C::kFp8) {
     static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
     if (warp == 1 && lane > 0) return;
+    if (warp == 1) ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
     if (warp == 1) {
       for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
@@ -249,6 +250,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     }
   } else {
     if (lane > 0) return;
+    ptx::tensor_map_prefetch(map);                                 // or the first copy behind the wait would fetch it
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
       for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);

@@ -143,6 +143,10 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int c
                "r"(column), "r"(row), "r"(bar)
                : "memory");
 }
+// Brings a tensor map, a kernel's parameter, to where the copy engine reads it.
+__device__ __forceinline__ void tensor_map_prefetch(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // cp.async of 16 bytes; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
