@@ -89,7 +89,9 @@ def test_scripts_start(script):
     assert "--out" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["layer.py", "split.py", "seams.py", "vllm_layer.py humming ours", "gemm.py", "load.py"])
+@pytest.mark.parametrize(
+    "script", ["layer.py", "split.py", "seams.py", "vllm_layer.py humming ours", "gemm.py", "load.py"]
+)
 def test_scripts_say_that_they_need_a_gpu(script):
     root = BENCHMARKS.parent
     done = subprocess.run(

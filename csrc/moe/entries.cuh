@@ -5,10 +5,8 @@
 
 namespace vllm_humming {
 
-constexpr int kMostExperts = 1024;  // local ones
-
-// Local experts of entries first, first + step, .. below `end`; negative where there is none. P: RouteParams or ReduceParams. All ids are loaded
-// before the first is looked at: behind branches the loads waited for each other. Read past L1, which may hold what these addresses were
+// Local experts of entries first, first + step, .. below `end`; negative where there is none. P: RouteParams, ReduceParams or FewEntries. All ids
+// are loaded before the first is looked at: behind branches the loads waited for each other. Read past L1, which may hold what these addresses were
 // before: kernels read ids without waiting for the kernel ahead where that one has waited.
 template <int N, typename P>
 __device__ __forceinline__ void experts_of(const P& p, int first, int step, int end, int (&expert)[N]) {

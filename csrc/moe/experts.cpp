@@ -21,13 +21,16 @@ void launch_experts(const Experts& e, const ExpertRows& r, cudaStream_t stream) 
   g.bias = e.up.bias;
   g.x = r.x;
   g.out = r.h;
-  g.tiles = r.tiles[0];
-  g.tile_count = &r.lists->tiles[0];
-  g.next_tile = &r.lists->next[0];
+  g.few = r.few;
+  if (r.lists) {
+    g.tiles = r.tiles[0];
+    g.tile_count = &r.lists->tiles[0];
+    g.next_tile = &r.lists->next[0];
+  }
   g.list_is_new = r.lists_are_new;
   g.slots = r.slots;
   g.row_weight = r.weight_on_input;
-  g.row_blocks = int(e.intermediate * (is_gated(e.activation) ? 2 : 1) / kBlockRows);
+  g.row_blocks = int(e.up_rows() / kBlockRows);
   g.k_blocks = int(blocks(e.hidden, kBlockK));
   g.x_columns = g.x_stride = e.fp8() ? g.k_blocks * kBlockK : int(e.hidden);
   g.out_columns = g.out_stride = int(e.intermediate);
@@ -52,9 +55,13 @@ void launch_experts(const Experts& e, const ExpertRows& r, cudaStream_t stream) 
   g.x = r.h;
   g.x_scale = g.out_scale;
   g.out = r.out;
-  g.tiles = r.tiles[1];
-  g.tile_count = &r.lists->tiles[1];
-  g.next_tile = &r.lists->next[1];
+  if (r.lists) {
+    g.tiles = r.tiles[1];
+    g.tile_count = &r.lists->tiles[1];
+    g.next_tile = &r.lists->next[1];
+  } else {
+    g.next_tile = r.few.next_down;
+  }
   g.list_is_new = false;
   g.row_weight = r.weight_on_output;
   g.row_blocks = int(blocks(e.hidden, kBlockRows));

@@ -42,6 +42,7 @@ struct Experts {
   float alpha, beta, limit;
   int64_t tile_up, tile_down;
   bool fp8() const { return fp8_tokens(format); }
+  int64_t up_rows() const { return intermediate * (is_gated(activation) ? 2 : 1); }  // weight rows of the up GEMM
 };
 
 // The rows they run on, and what the kernels ahead have made of them.
@@ -53,9 +54,10 @@ struct ExpertRows {
   float* h_scale;                                // FP8: [blocks, rows]
   void* out;                                     // [slots, hidden]
   const int* slots;                              // or null: slot = row, top_k = 1
-  const float *weight_on_input, *weight_on_output;  // [rows], or null
+  const float *weight_on_input, *weight_on_output;  // [rows], or null; few entries: [slots]
   int64_t top_k;
-  TileLists* lists;
+  FewEntries few;                                // topk_ids null: the lists say what there is
+  TileLists* lists;                              // null for few entries, as are tiles and slots
   const TokenTile* tiles[2];
   bool lists_are_new;                            // made by the kernel just ahead of the up GEMM
 };

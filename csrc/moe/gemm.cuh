@@ -3,14 +3,14 @@
 //
 //   producer warps                     consumer warpgroups (kWarpgroups, each kBlocks blocks of 64 weight rows)
 //   --------------                     ------------------------------------------------------------------------
-//   scheduler: tile info ------------> info_full[kInfos]: expert, rows, slots, router weights, row scales, bias
+//   scheduler: tile info ------------> info_full[kInfos]: expert, rows, slots, router weights
 //   loaders: bulk copy of packed W --> full[stage]:  load codes, decode to registers --> wgmma (A registers, B tokens)
-//     tensor copy or gather of X                     release empty[stage]
+//     tensor copy or gather of X                     release empty[stage]; row scales and bias come with a tile's first stage
 //                                      epilogue: scale, bias, activation | router weight --> store; release info_empty[kInfos]
 //
-// Persistent CTAs take (token tile, column tile) pairs from one list, as they come free. The ring of stages runs on across tiles, so the
-// next tile's weights arrive during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A tile runs with the
-// token width that its list entry names, one of the configuration's Widths.
+// Persistent CTAs take (token tile, column tile) pairs from one list, as they come free (where there is none: few_entries.cuh). The ring of stages
+// runs on across tiles, so the next tile's weights arrive during this tile's epilogue, and the warpgroups of a CTA may be a few stages apart. A
+// tile runs with the token width that its list entry names, one of the configuration's Widths.
 #pragma once
 #include "epilogue.cuh"
 #include "epilogue_fp8.cuh"

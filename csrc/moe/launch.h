@@ -36,6 +36,14 @@ void launch(void (*kernel)(Args...), dim3 grid, int threads, int shared, cudaStr
   check(cudaLaunchKernelEx(&config, kernel, args...), "launch a kernel");
 }
 
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "read the current device");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
+  return count;
+}
+
 enum class DType : int { kBf16 = 0, kFp16 = 1 };
 enum class TokenType : int { kBf16 = 0, kFp16 = 1, kFp8 = 2 };
 constexpr TokenType token_type(DType d) { return d == DType::kBf16 ? TokenType::kBf16 : TokenType::kFp16; }
@@ -56,6 +64,7 @@ struct Tile {
   WidthList widths;
   int blocks, ctas, stages, threads, shared_bytes;
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
+  bool few_entries;    // can run layers without the routing kernel: few_entries.cuh
   // x_rows: rows that p.x holds, where it is read by tensor copies.
   void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
   int cycles[WidthList::kMost];  // tiles.cpp

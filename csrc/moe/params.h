@@ -11,9 +11,20 @@ enum class Activation : int { kSwiglu = 0, kGeluTanh = 1, kRelu2 = 2, kNone = 3 
 __host__ __device__ constexpr bool is_gated(Activation a) { return a < Activation::kRelu2; }
 enum class Stage : int { kUp = 0, kDown = 1 };  // which GEMM of the layer
 
+constexpr int kMostExperts = 1024;  // local ones
+
 // One token tile of one expert: rows [row, row + count), computed `width` tokens wide.
 struct __align__(16) TokenTile {
   int expert, row, count, width;
+};
+
+// A layer of so few entries (tokens * top_k) that its GEMMs may route by themselves: few_entries.cuh; few_entries() in layer.cpp has the whole rule.
+constexpr int kMostFewEntries = 64;
+struct FewEntries {
+  const int* topk_ids;        // [entries]; null: not such a layer
+  const int* expert_map;      // [global_experts] or null
+  int entries, global_experts, local_experts;
+  int* next_down;             // the down GEMM's next_tile; the up GEMM zeroes it
 };
 
 struct GemmParams {
@@ -26,7 +37,8 @@ struct GemmParams {
   const int* tile_count;
   int* next_tile;             // zero at the start: (token tile, column tile) pairs that CTAs have taken beyond their first
   const int* slots;           // [rows] slot of a row; null: slot = row
-  const float* row_weight;    // [rows] router weight, or null
+  const float* row_weight;    // [rows] router weight, or null; few entries: [entries], by slot
+  FewEntries few;             // instead of tiles, tile_count and slots
   int row_blocks, k_blocks;
   int x_columns, x_stride;    // valid columns of x (the rest of K reads as zero)
   int out_columns, out_stride;

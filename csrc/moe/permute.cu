@@ -114,11 +114,8 @@ bool sorting_makes_rows(int64_t entries, int64_t columns) { return entries <= kS
 
 void launch_sort(const void* x, void* sorted, const RouteParams& p, int64_t columns, cudaStream_t stream) {
   const int row_bytes = int(columns * 2), tokens = p.entries / p.top_k;
-  int device = 0, sms = 0;
-  check(cudaGetDevice(&device), "read the current device");
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
   check(cudaFuncSetAttribute(sort_tokens, cudaFuncAttributeMaxDynamicSharedMemorySize, kBufferBytes), "reserve shared memory");
-  const int grid = std::min(tokens, sms * kSortCtas);
+  const int grid = std::min(tokens, multiprocessors() * kSortCtas);
   const int buffers = std::min({kCopyWarps, kBufferBytes / row_bytes, (tokens + grid - 1) / grid});
   launch(sort_tokens, grid, kSortThreads, buffers * row_bytes, stream, p, static_cast<const uint8_t*>(x), static_cast<uint8_t*>(sorted), row_bytes,
          buffers);

@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 #include <type_traits>
+#include "few_entries.cuh"
 #include "tile.cuh"
 
 namespace vllm_humming::gemm {
@@ -16,40 +17,37 @@ constexpr bool kListIsOlder = !kGathers<C, S>;
 
 // Fills a tile info whose buffer is free. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
-template <typename C, Stage S>
-__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const TokenTile& tile,
-                                        int block0, int lane) {
+template <typename C, Stage S, typename Tiles>
+__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const Tiles& tiles,
+                                        const TokenTile& tile, int block0, int lane) {
   const TileInfo<C> info(s, ring.at);
   const uint32_t full = s.info_full + ring.at * 8;
 #pragma unroll 1
   for (int r = lane; r < tile.count; r += 32) {
     const int row = tile.row + r;
     if (S == Stage::kDown || kGathers<C, S>) {
-      const uint32_t slot = p.slots ? __ldcg(p.slots + row) : row;
+      const uint32_t slot = tiles.slot(row);
       ptx::store_shared_4(info.slots() + r * 4, S == Stage::kDown ? slot : slot / uint32_t(p.top_k) * uint32_t(p.x_stride / 8));
     }
-    ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? __ldcg(p.row_weight + row) : 1.0f));
+    ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? __ldcg(p.row_weight + tiles.weight(row)) : 1.0f));
   }
   if (lane == 0) {
     ptx::store_shared_16(info.at, make_uint4(tile.expert, tile.row, tile.count, tile.width));
     ptx::store_shared_4(info.block(), block0);
   }
   __syncwarp();
-  if (lane > 0) {
-    if (kEveryThreadArrives) ptx::mbarrier_arrive(full);
-    return;
-  }
-  if (tile.expert < 0 || block0 >= p.row_blocks) return ptx::mbarrier_arrive(full);
-  const uint32_t bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
-  const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
-  ptx::mbarrier_arrive_expect_tx(full, p.bias ? 2 * bytes : bytes);
-  ptx::bulk_load(info.row_scale(), p.row_scale + first, bytes, full);
-  if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
+  if (kEveryThreadArrives || lane == 0) ptx::mbarrier_arrive(full);
 }
 
-// Token tiles of a list, shared out as CTAs come free.
-struct ListedTiles {
+// Rows in the order of the row list, if any, and of the router weights.
+struct ListedRows {
   const GemmParams& p;
+  __device__ __forceinline__ int slot(int row) const { return p.slots ? __ldcg(p.slots + row) : row; }
+  __device__ __forceinline__ int weight(int row) const { return row; }
+};
+
+// Token tiles of a list, shared out as CTAs come free.
+struct ListedTiles : ListedRows {
   __device__ __forceinline__ int total() const { return __ldcg(p.tile_count); }
   __device__ __forceinline__ TokenTile at(int index) const {
     const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles) + index);
@@ -63,8 +61,7 @@ struct ListedTiles {
 
 // Token tiles of one expert's p.rows, cut as a list would have them, in turns.
 template <typename C>
-struct PlainTiles {
-  const GemmParams& p;
+struct PlainTiles : ListedRows {
   __device__ __forceinline__ int total() const { return (p.rows + C::kMaxWidth - 1) / C::kMaxWidth; }
   __device__ __forceinline__ TokenTile at(int index) const {
     const CutTile tile = cut_tile<typename C::W>(p.cut, index);
@@ -78,24 +75,42 @@ __device__ __forceinline__ void publish_all(const GemmParams& p, const Shared& s
   const int total = tiles.total() * p.column_tiles;
   Ring<C::kInfos> infos;
   for (int t = blockIdx.x; t < total;) {
-    publish<C, S>(p, s, infos, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
+    publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
     infos.next();
     // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     t = tiles.after(t, lane);
   }
-  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
+  publish<C, S>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane);
 }
 
 // The scheduler warp: takes this CTA's tiles, one after the other as buffers come free, ahead of the loaders, whose copies then never wait
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
+  if constexpr (C::kFew) {
+    if (p.few.topk_ids) {
+      if constexpr (S == Stage::kUp) prepare_few(p, lane);
+      return publish_all<C, S>(p, s, lane, FewTiles<C>(p, s, lane));
+    }
+  }
   if constexpr (S == Stage::kDown) {
-    if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{p});  // reads nothing that a kernel ahead may have written
+    if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{{p}});  // reads nothing that a kernel ahead may have written
   }
   if (!kListIsOlder<C, S> || p.list_is_new || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
-  publish_all<C, S>(p, s, lane, ListedTiles{p});
+  publish_all<C, S>(p, s, lane, ListedTiles{{p}});
+}
+
+// The tile's row scales and biases. They come with its first stage: with the tile info, they kept the first weights waiting.
+template <typename C>
+__device__ __forceinline__ void load_row_factors(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, const TileInfo<C>& info,
+                                                 int stage) {
+  if (block0 >= p.row_blocks) return;                              // the second CTA of a pair
+  const uint32_t full = s.full + stage * 8, bytes = min(C::kTileBlocks, p.row_blocks - block0) * kBlockRows * 4;
+  const size_t first = (size_t(tile.expert) * p.row_blocks + block0) * kBlockRows;
+  ptx::mbarrier_expect_tx(full, p.bias ? 2 * bytes : bytes);
+  ptx::bulk_load(info.row_scale(), p.row_scale + first, bytes, full);
+  if (p.bias) ptx::bulk_load(info.bias(), p.bias + first, bytes, full);
 }
 
 template <typename C>
@@ -162,9 +177,15 @@ __device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared&
   ptx::copy16_arrive(s.full + stage * 8);
 }
 
-// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that.
-template <typename C, typename F, typename Ahead>
-__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead) {
+struct Nothing {
+  template <typename... Arguments>
+  __device__ __forceinline__ void operator()(const Arguments&...) const {}
+};
+
+// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that; and
+// begin(tile, block0, info, stage) before a tile's first stage.
+template <typename C, typename F, typename Ahead, typename Begin = Nothing>
+__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead, Begin begin = {}) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
   while (true) {
@@ -173,6 +194,10 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
     const TokenTile tile = info.tile();
     if (tile.expert < 0) break;
     const int block0 = int(ptx::load_shared_4(info.block()));
+    if constexpr (!std::is_same_v<Begin, Nothing>) {
+      ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
+      begin(tile, block0, info, ring.at);
+    }
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       ahead(tile, kb);
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
@@ -187,7 +212,7 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
 
 template <typename C, typename F>
 __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
-  for_each_stage<C>(p, s, f, [](const TokenTile&, int) {});
+  for_each_stage<C>(p, s, f, Nothing());
 }
 
 // The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
@@ -198,9 +223,13 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
   if (warp == 0) {
     if (lane > 0) return;
     const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
-      load_weights<C>(p, s, tile, block0, kb, stage, policy);
-    });
+    for_each_stage<C>(
+        p, s,
+        [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
+          load_weights<C>(p, s, tile, block0, kb, stage, policy);
+        },
+        Nothing(),
+        [&](const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) { load_row_factors<C>(p, s, tile, block0, info, stage); });
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
@@ -210,6 +239,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
   } else if constexpr (C::kFp8) {
     static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
     if (warp == 1 && lane > 0) return;
+    if (warp == 1) ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
     if (warp == 1) {
       for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
@@ -221,6 +251,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     }
   } else {
     if (lane > 0) return;
+    ptx::tensor_map_prefetch(map);                                 // or the first copy behind the wait would fetch it
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
       for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);

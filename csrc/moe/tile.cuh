@@ -60,15 +60,17 @@ struct TileConfig {
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   // Largest magnitudes of a store chunk's tokens, by warp: what the up GEMM's FP8 output is scaled by. Two of them.
   static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
+  static constexpr bool kFew = UpTokens == Tokens::kGather;  // layers of few entries run on these
+  static constexpr int kFewBytes = kFew ? (3 * kMostFewEntries + 4) * 4 : 0;  // FewShared
   static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kAmaxBytes +
-                                      kInfos * kInfoBytes + (Stages + kInfos) * 16;
+                                      kInfos * kInfoBytes + kFewBytes + (Stages + kInfos) * 16;
 };
 
 namespace gemm {
 
 // Barriers of the stages: full[i] and empty[i]; of the tile infos: info_full[j] and info_empty[j].
 struct Shared {
-  uint32_t tokens, weights, scales, store, amax, info, full, empty, info_full, info_empty;  // shared-memory addresses
+  uint32_t tokens, weights, scales, store, amax, info, few, full, empty, info_full, info_empty;  // shared-memory addresses
 };
 
 template <typename C>
@@ -81,7 +83,8 @@ __device__ __forceinline__ Shared carve(uint32_t base) {
   s.store = s.scales + C::kStages * C::kScaleBytes;
   s.amax = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
   s.info = s.amax + 2 * C::kAmaxBytes;
-  s.full = s.info + C::kInfos * C::kInfoBytes;
+  s.few = s.info + C::kInfos * C::kInfoBytes;
+  s.full = s.few + C::kFewBytes;
   s.empty = s.full + C::kStages * 8;
   s.info_full = s.empty + C::kStages * 8;
   s.info_empty = s.info_full + C::kInfos * 8;
@@ -133,6 +136,14 @@ constexpr bool kEveryThreadArrives = true;
 #else
 constexpr bool kEveryThreadArrives = false;
 #endif
+
+// Narrowest compiled width that holds `count` tokens.
+template <typename C, int I = 0>
+__device__ __forceinline__ int narrowest_width(int count) {
+  constexpr int N = C::W::kAt[I];
+  if constexpr (I + 1 < C::W::kCount) return count > N ? narrowest_width<C, I + 1>(count) : N;
+  else return N;
+}
 
 template <typename C, Stage S>
 constexpr bool kGathers = S == Stage::kUp && C::kUpTokens == Tokens::kGather;

@@ -22,16 +22,13 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
     if constexpr (kCluster > 1) return &gemm::pair_kernel<T, C, S>;
     else return &gemm::kernel<T, C, S>;
   }();
-  int device = 0, sms = 0;
-  check(cudaGetDevice(&device), "read the current device");
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "read the multiprocessor count");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
   CUtensorMap map = {};
   if constexpr (!gemm::kGathers<C, S>) {
     const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
     map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
   }
-  const int grid = int(std::min<int64_t>(most_tiles, int64_t(sms) * C::kCtas / kCluster)) * kCluster;
+  const int grid = int(std::min<int64_t>(most_tiles, int64_t(multiprocessors()) * C::kCtas / kCluster)) * kCluster;
   if (most_tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
   launch<kCluster>(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
 }
@@ -69,7 +66,7 @@ struct TileInstance {
     static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
-    return {P, widths, C::kTileBlocks * kClusterOf<C>, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, &launch};
+    return {P, widths, C::kTileBlocks * kClusterOf<C>, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch};
   }
 };
 

@@ -61,6 +61,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+// More bytes to come in a phase that still lacks this thread's arrival.
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -151,6 +155,10 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int c
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(dst), "l"(map),
                "r"(column), "r"(row), "r"(bar)
                : "memory");
+}
+// Brings a tensor map, a kernel's parameter, to where the copy engine reads it.
+__device__ __forceinline__ void tensor_map_prefetch(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // cp.async of 16 bytes; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {

@@ -9,6 +9,7 @@ Prints one line a group with its worst relative Frobenius error, and every failu
 
 import argparse
 import sys
+from itertools import product
 
 import torch
 from layers import (
@@ -24,16 +25,19 @@ from layers import (
     launch,
     make_layer,
     oracle,
+    padded_intermediate,
     quantized,
     quantized_rows,
     require,
     run,
     selected_tiles,
     workspace_for,
+    workspace_parts,
 )
 from report import Report, run_groups
 
 from benchmarks.routing import route
+from vllm_humming.moe import schedule
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
@@ -50,7 +54,22 @@ MIDDLE = Shape(1856, 736, 9, 4, bias=True)
 TOKENS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129]
 TOKENS += [160, 161, 255, 256, 257, 500, 512, 1000, 1024, 1025, 4096]
 QUICK_TOKENS = [0, 1, 8, 17, 65, 161, 513]
+FEW_ENTRIES = 64  # kMostFewEntries in csrc/moe/params.h
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def some(x, weights, ids):
+    ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
+
+
+def none(x, weights, ids):
+    ids.fill_(-1), x.fill_(float("nan")), weights.fill_(float("nan"))
+
+
+def beyond(x, weights, ids):
+    ids[::2, 0] = 2**31 - 1
+    ids[1::3, min(1, ids.shape[1] - 1)] = -(2**31)
+    ids[::5, -1] = 1000
 
 
 def check(layer: Layer, tokens: int, kind: str = "uniform", *, scale: float = 1.0, edit=None, **kw) -> float:
@@ -110,12 +129,6 @@ def ids_group(report: Report, args: argparse.Namespace) -> None:
     device = args.device
     layers = [make_layer(s, torch.bfloat16, device, weight_format=args.format) for s in (SMALL, MIDDLE)]
 
-    def some(x, weights, ids):
-        ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
-
-    def none(x, weights, ids):
-        ids.fill_(-1), x.fill_(float("nan")), weights.fill_(float("nan"))
-
     def one_slot(x, weights, ids):
         ids[len(ids) // 2, -1] = -1
 
@@ -125,11 +138,6 @@ def ids_group(report: Report, args: argparse.Namespace) -> None:
 
     def same(x, weights, ids):
         ids[:] = ids[:, :1]
-
-    def beyond(x, weights, ids):
-        ids[::2, 0] = 2**31 - 1
-        ids[1::3, 1] = -(2**31)
-        ids[::5, -1] = 1000
 
     edits = {"some -1": some, "all -1": none, "one -1": one_slot, "padded": padded, "equal": same, "beyond": beyond}
     sizes = (1, 16, 130) if args.quick or device == "cpu" else (1, 16, 130, 1000, 8192)
@@ -222,6 +230,140 @@ def tiles_group(report: Report, args: argparse.Namespace) -> None:
     report.end()
 
 
+def few_group(report: Report, args: argparse.Namespace) -> None:
+    report.begin("few entries")
+    on_gpu = args.device != "cpu"
+
+    def idle_token(x, weights, ids):
+        ids[len(ids) // 2] = -1
+
+    def hot(x, weights, ids):  # every token, and every slot of it
+        ids.fill_(3)
+
+    def pairs(x, weights, ids):
+        ids[:, 1::2] = ids[:, : ids.shape[1] // 2 * 2 : 2]
+
+    edits = {"": None, "some -1": some, "all -1": none, "beyond": beyond}
+    edits |= {"idle": idle_token, "hot": hot, "pairs": pairs}
+    # Intermediate sizes for which all, or only some, of the batches of up to 64 entries have few up tiles.
+    kinds = ((1, "silu", 160), (3, "relu2", 160), (8, "swigluoai", 992), (22, "gelu_tanh", 480), (4, "silu", 3072))
+    half = torch.tensor([i // 2 if i % 2 else -1 for i in range(48)], dtype=torch.int32, device=args.device)
+    elsewhere = torch.full((48,), -1, dtype=torch.int32, device=args.device)
+    paths, turn = set(), 0
+    for (top_k, spec, intermediate), dtype in product(kinds if on_gpu else kinds[1:2], DTYPES.values()):
+        shape = Shape(736, intermediate, 24, top_k, spec, bias=True)
+        layer = make_layer(shape, dtype, args.device, weight_format=args.format)
+        tiles = every_tile(layer)[:2]  # of 16 bits, the 64-row ones
+        tile_pairs = list(product(tiles, tiles))
+        most = FEW_ENTRIES // top_k
+        thorough = on_gpu and dtype == torch.bfloat16
+        for m in sorted({1, 2, most // 2, most, most + 1}) if thorough else sorted({2, most}) if on_gpu else (most,):
+            for pair in tile_pairs if thorough else ():
+                name = f"top-{top_k} M={m} {pair} {dtype} who routes"
+                report.case(name, lambda m=m, p=pair, layer=layer: who_routes(layer, m, p, paths))
+            for edit_name, edit in edits.items():
+                pair = tile_pairs[turn % 4]
+                name, case = f"top-{top_k} M={m} {pair} {dtype} {edit_name}", {"edit": edit, "tiles": pair}
+                if turn // 4 % 2 or not on_gpu:  # 16 turns have all; they shift against the 7 edits
+                    mapped = case | {"expert_map": half if turn // 8 % 2 else None}
+                    report.case(f"{name} {turn % 16}", lambda m=m, c=mapped, layer=layer: check(layer, m, **c))
+                if on_gpu and m * top_k <= FEW_ENTRIES:
+                    report.case(f"{name} as in many", lambda m=m, c=case, layer=layer: as_in_many(layer, m, **c))
+                turn += 1
+            none_here = {"tiles": tile_pairs[turn % 4], "expert_map": elsewhere}
+            report.case(f"top-{top_k} M={m} elsewhere", lambda m=m, c=none_here, layer=layer: check(layer, m, **c))
+            on_input = {"tiles": tile_pairs[turn % 4], "router_weight_on_input": True}
+            report.case(f"top-{top_k} M={m} on input", lambda m=m, c=on_input, layer=layer: check(layer, m, **c))
+    if on_gpu:
+        report.case("both paths", lambda: require_paths(paths, args.format.path))
+        report.case("one after the other", lambda: one_after_the_other(args))
+    report.end()
+
+
+def who_routes(layer: Layer, tokens: int, tiles: tuple[int, int], paths: set[bool]) -> float:
+    """The GEMMs route by themselves exactly where few_entries() in csrc/moe/layer.cpp should say so; adds to paths
+    whether they did. Told by the row list in the workspace: only a routing kernel writes one."""
+    gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens)
+    s, (up, down) = layer.shape, (schedule.TILES[t] for t in tiles)
+    entries = tokens * s.top_k
+    x, workspace = batch(tokens, layer, gen), workspace_for(layer, tokens)
+    launch(layer, x, *route(tokens, s.experts, s.top_k, "uniform", gen), torch.empty_like(x), workspace, tiles)
+    slots = workspace_parts(layer, workspace, entries)[4].view(torch.int32)
+    few = not bool((slots != -1).any())  # poison is -1
+    require(few or bool((slots >= 0).all()), "a row list with gaps")
+    gathers = layer.weight_format.path == "a16" and not up.sorted_tokens and not down.sorted_tokens
+    up_rows = padded_intermediate(layer) * (2 if layer.options["activation"].gated else 1)
+    at_once = up.ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
+    most_tiles = entries * -(-up_rows // (64 * up.blocks))
+    want = gathers and entries <= FEW_ENTRIES and most_tiles <= 1.5 * at_once
+    require(few == want, f"routed by {'the GEMMs' if few else 'a kernel'}: {most_tiles} up tiles, {at_once} at once")
+    paths.add(few)
+    return 0.0
+
+
+def require_paths(paths: set[bool], path: str) -> float:
+    """The cases reached both sides of the rule (with FP8 activations there is one)."""
+    require(paths == ({False, True} if path == "a16" else {False}), f"only {paths} of both paths were run")
+    return 0.0
+
+
+def as_in_many(layer: Layer, tokens: int, *, edit, tiles: tuple[int, int]) -> float:
+    """Few entries give the bits that they give in front of tokens without experts, where there are more than few and
+    a kernel routes."""
+    gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens)
+    s = layer.shape
+    many = FEW_ENTRIES // s.top_k + 1
+    x = batch(many, layer, gen)
+    weights, ids = route(many, s.experts, s.top_k, "zipf", gen)
+    ids[tokens:] = -1
+    if edit is not None:
+        edit(x[:tokens], weights[:tokens], ids[:tokens])
+    few = run(layer, x[:tokens], weights[:tokens], ids[:tokens], tiles=tiles)
+    reference = run(layer, x, weights, ids, tiles=tiles)[:tokens]
+    require(torch.equal(few.view(torch.int16), reference.view(torch.int16)), "other bits than in a larger batch")
+    return 0.0
+
+
+def one_after_the_other(args: argparse.Namespace) -> float:
+    """Layers of unlike sizes share a workspace, each starting before the one ahead has ended; so do replays of all of
+    them with other ids. Every one must give the bits that it gives alone."""
+    shapes = (Shape(2048, 768, 32, 8), MIDDLE, Shape(2880, 2880, 8, 4, "swigluoai", bias=True), Shape(736, 96, 40, 22))
+    layers = [make_layer(s, torch.bfloat16, args.device, weight_format=args.format) for s in shapes]
+    gen = torch.Generator(device=args.device).manual_seed(0)
+    largest = 80
+    workspace = max((workspace_for(layer, largest) for layer in layers), key=torch.Tensor.numel)
+    calls = []
+    for m in (1, 2, 8, 1, largest, 1, 4, 1):  # `largest` has more than few entries
+        for layer in layers:
+            x = batch(m, layer, gen)
+            weights, ids = route(m, layer.shape.experts, layer.shape.top_k, "uniform", gen)
+            calls.append((layer, x, weights, ids, torch.empty_like(x), workspace, selected_tiles(layer, m)))
+
+    def run_all() -> None:
+        for call in calls:
+            launch(*call)
+
+    run_all()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all()
+    for replay in range(4 if args.quick else 10):
+        for layer, x, weights, ids, out, *_ in calls:
+            fresh = route(len(x), layer.shape.experts, layer.shape.top_k, "zipf", gen)
+            weights.copy_(fresh[0]), ids.copy_(fresh[1])
+            if replay % 3 == 1:
+                ids[torch.rand(ids.shape, generator=gen, device=ids.device) < 0.5] = -1
+            out.fill_(float("nan"))
+        workspace.fill_(255 if replay % 2 else 0)
+        graph.replay()
+        for i, (layer, x, weights, ids, out, _, tiles) in enumerate(calls):
+            alone = run(layer, x, weights, ids, tiles=tiles)
+            same = torch.equal(out.view(torch.int16), alone.view(torch.int16))
+            require(same, f"replay {replay}, call {i}, M={len(x)} H={x.shape[1]}: other bits than alone")
+    return 0.0
+
+
 def large_group(report: Report, args: argparse.Namespace) -> None:
     if args.device == "cpu" or args.quick:
         return
@@ -230,9 +372,6 @@ def large_group(report: Report, args: argparse.Namespace) -> None:
     for m in (16383, 16385, 40000, 131072):
         for kind in ("uniform", "one-hot"):
             report.case(f"M={m} {kind}", lambda m=m, k=kind: check(layer, m, k))
-
-    def some(x, weights, ids):
-        ids[torch.rand(ids.shape, device=ids.device) < 0.3] = -1
 
     expert_map = torch.arange(16, dtype=torch.int32, device=args.device).sub_(4)
     for m in (3000, 40000):
@@ -389,6 +528,7 @@ GROUPS = {
     "nan": nan_group,
     "routing": routing_group,
     "tiles": tiles_group,
+    "few": few_group,
     "large": large_group,
     "quantized": quantized_group,
     "graphs": graphs_group,

@@ -150,6 +150,18 @@ def workspace_for(layer: Layer, tokens: int) -> Tensor:
     return torch.full((size + GUARD_BYTES,), 255, dtype=torch.uint8, device=layer.w13.packed.device)[:size]
 
 
+def workspace_parts(layer: Layer, workspace: Tensor, entries: int) -> list[Tensor]:
+    """uint8 views of what csrc/moe/layer.cpp puts first in a workspace: h, its scales, the tokens' scales, y, slots."""
+    hidden, width, fp8 = layer.shape.hidden, padded_intermediate(layer), layer.weight_format.path == "w4a8"
+    scales = [width // 128 * entries * 4, -(-hidden // 128) * entries * 4] if fp8 else [0, 0]
+    y = entries * max(2 * hidden, -(-hidden // 128) * 128 if fp8 else 0)
+    parts, at = [], 0
+    for size in (entries * width * (1 if fp8 else 2), *scales, y, entries * 4):
+        parts.append(workspace[at : at + size])
+        at += -(-size // 256) * 256
+    return parts
+
+
 def selected_tiles(layer: Layer, tokens: int, top_k: int | None = None) -> tuple[int, int]:
     s = layer.shape
     path = layer.weight_format.path
@@ -246,26 +258,17 @@ def in_order(codes: Tensor) -> Tensor:
     return codes[..., k // 8 % 4 * 32 + k // 4 % 2 * 16 + k // 32 * 4 + k % 4]
 
 
-def _workspace_parts(
+def _parts_after_call(
     layer, x, weights, ids, tiles, expert_map=None, router_weight_on_input=False
 ) -> tuple[Tensor, ...]:
-    """(h uint8, scales of h, scales of x, y uint8, slots), flat, of an FP8 layer's last chunk after one call, from the
-    workspace (csrc/moe/layer.cpp)."""
+    """(h uint8, scales of h, scales of x, y uint8, slots), flat, of an FP8 layer's last chunk after one call."""
     tokens, top_k = ids.shape
-    entries, hidden, width = min(tokens, CHUNK_TOKENS) * top_k, x.shape[1], padded_intermediate(layer)
     sized = replace(layer, shape=replace(layer.shape, top_k=top_k))
     workspace, out = workspace_for(sized, tokens), torch.empty_like(x)
     launch(layer, x, weights, ids, out, workspace, tiles, expert_map, router_weight_on_input)
-    blocks = -(-hidden // 128)
-    y = entries * max(2 * hidden, 128 * blocks)
+    parts = workspace_parts(layer, workspace, min(tokens, CHUNK_TOKENS) * top_k)
     dtypes = (torch.uint8, torch.float32, torch.float32, torch.uint8, torch.int32)
-    parts, at = [], 0
-    for size, dtype in zip(
-        (entries * width, width // 128 * entries * 4, blocks * entries * 4, y, entries * 4), dtypes, strict=True
-    ):
-        parts.append(workspace[at : at + size].view(dtype))
-        at += -(-size // 256) * 256
-    return tuple(parts)
+    return tuple(part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
 
 
 def idle_tokens(tokens: int, hidden: int) -> int:
@@ -280,7 +283,7 @@ def quantized_rows(layer, x, weights, ids, tiles, expert_map, local: int) -> tup
     fp32 [local, blocks]) of the last chunk, whose first idle_tokens have no expert. local: its slots that have one."""
     tokens, (top_k, hidden) = x.shape[0], (ids.shape[1], x.shape[1])
     blocks, entries = -(-hidden // 128), ((tokens - 1) % CHUNK_TOKENS + 1) * top_k
-    _, _, scales, y, slots = _workspace_parts(layer, x, weights, ids, tiles, expert_map)
+    _, _, scales, y, slots = _parts_after_call(layer, x, weights, ids, tiles, expert_map)
     codes = in_order(y[: local * blocks * 128].view(local, blocks, 128)).view(torch.float8_e4m3fn)
     scales = scales[: blocks * entries].view(blocks, entries).T[:local]
     return slots[:local], codes.flatten(1), scales
@@ -290,7 +293,7 @@ def _kernel_h(layer, x, weights, ids, tiles, expert_map, router_weight_on_input)
     """h as the second GEMM of an FP8 layer reads it, float64 [slots, I], from the workspace (csrc/moe/layer.cpp)."""
     tokens, top_k = ids.shape
     entries, width = tokens * top_k, padded_intermediate(layer)
-    codes, scales, _, _, slots = _workspace_parts(layer, x, weights, ids, tiles, expert_map, router_weight_on_input)
+    codes, scales, _, _, slots = _parts_after_call(layer, x, weights, ids, tiles, expert_map, router_weight_on_input)
     values = in_order(codes.view(entries, width // 128, 128)).view(torch.float8_e4m3fn).double()
     values = (values * scales.view(-1, entries).T.double()[:, :, None]).view(entries, width)
     rows = int((slots >= 0).sum())  # poison is -1

@@ -3,8 +3,8 @@
 
 usage: PYTHONPATH=. compute-sanitizer --tool memcheck|racecheck --error-exitcode 1 --kernel-name kns=vllm_humming \\
            python3 tests/gpu/run_each_kernel.py [--few] [--dtypes bf16 fp16] [--formats mxfp4 nvfp4 mxfp4_fp8]
-memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one batch size, and one
-process a dtype and format may run beside the others. It needs --library with a build made by
+memcheck takes half a minute; for racecheck, which is far slower, --few runs every kernel on one or two batch sizes, and
+one process a dtype and format may run beside the others. It needs --library with a build made by
 NVCC_APPEND_FLAGS=-DVLLM_HUMMING_RACECHECK (csrc/moe/tile.cuh says why).
 """
 
@@ -36,6 +36,7 @@ from vllm_humming.moe.weight_formats import WEIGHT_FORMATS, WeightFormat
 
 TOKENS = (1, 37, 200)
 QUANTISED = 1030  # tokens, enough for the quantisation of large batches
+FEW = 9  # few entries: the GEMMs route by themselves
 ROUTED = 520  # with top-8, enough rows for the routing of large batches
 SORTED = 2100  # and for the sorting copy of large batches
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,7 +70,9 @@ def run_grouped(dtype: torch.dtype, fmt: WeightFormat, few: bool) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--few", action="store_true", help="one batch size, every tile with one activation only")
+    parser.add_argument(
+        "--few", action="store_true", help="one or two batch sizes, every tile with one activation only"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--formats", nargs="+", choices=list(WEIGHT_FORMATS), default=list(WEIGHT_FORMATS))
     parser.add_argument("--library", type=Path, help="kernels to load instead of the package's")
@@ -86,7 +89,7 @@ def main() -> None:
             shape = Shape(160, 96, 3, 2, spec, bias=True)
             layer = make_layer(shape, DTYPES[dtype], "cuda", weight_format=WEIGHT_FORMATS[fmt])
             pairs = [(t, t) for t in every_tile(layer)] if spec in thorough else []
-            sizes = TOKENS[1:2] if few else TOKENS
+            sizes = (FEW, TOKENS[1]) if few else (FEW, *TOKENS)
             if spec == "silu" and layer.weight_format.path == "w4a8":
                 sizes += (QUANTISED,)
             for tokens in sizes:

@@ -15,7 +15,7 @@ __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairSha
   Ring<C::kInfos> infos;
   Ring<2> mail;
   for (int t = blockIdx.x / 2; t < total;) {
-    publish<C, S>(p, s, infos, tiles.at(t / p.column_tiles), (t % p.column_tiles * 2 + rank) * C::kTileBlocks, lane);
+    publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), (t % p.column_tiles * 2 + rank) * C::kTileBlocks, lane);
     infos.next();
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     if (!p.tiles) {
@@ -36,16 +36,16 @@ __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairSha
     }
     mail.next();
   }
-  publish<C, S>(p, s, infos, TokenTile{-1, 0, 0, 0}, 0, lane);
+  publish<C, S>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane);
 }
 
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule_pairs(const GemmParams& p, const PairShared& s, int lane, int rank) {
   if constexpr (S == Stage::kDown) {
-    if (!p.tiles) return publish_pairs<C, S>(p, s, lane, rank, PlainTiles<C>{p});
+    if (!p.tiles) return publish_pairs<C, S>(p, s, lane, rank, PlainTiles<C>{{p}});
   }
   if (p.list_is_new || (S == Stage::kUp && p.row_weight)) ptx::grid_dependency_wait();
-  publish_pairs<C, S>(p, s, lane, rank, ListedTiles{p});
+  publish_pairs<C, S>(p, s, lane, rank, ListedTiles{{p}});
 }
 
 // The loader warps: weights, tokens (each CTA every other box, for both), token scales.
@@ -54,11 +54,14 @@ __device__ __forceinline__ void load_pair(const GemmParams& p, const CUtensorMap
   if (warp == 0) {
     if (lane > 0) return;
     const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
-      load_weights<C>(p, s, tile, block0, kb, stage, policy);
-    });
+    for_each_stage<C>(
+        p, s,
+        [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) { load_weights<C>(p, s, tile, block0, kb, stage, policy); },
+        Nothing(),
+        [&](const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) { load_row_factors<C>(p, s, tile, block0, info, stage); });
   } else if (warp == 1) {
     if (lane > 0) return;
+    ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
     for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
       const uint32_t full = s.full + stage * 8, dst = s.tokens + stage * C::kTokenBytes;
