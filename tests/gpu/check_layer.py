@@ -295,7 +295,7 @@ def who_routes(layer: Layer, tokens: int, tiles: tuple[int, int], paths: set[boo
     up_rows = padded_intermediate(layer) * (2 if layer.options["activation"].gated else 1)
     at_once = up.ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
     most_tiles = entries * -(-up_rows // (64 * up.blocks))
-    want = gathers and entries <= FEW_ENTRIES and most_tiles <= 1.5 * at_once
+    want = gathers and entries <= FEW_ENTRIES and most_tiles <= 2 * at_once
     require(few == want, f"routed by {'the GEMMs' if few else 'a kernel'}: {most_tiles} up tiles, {at_once} at once")
     paths.add(few)
     return 0.0
