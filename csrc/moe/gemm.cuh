@@ -66,7 +66,7 @@ template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
   // Accumulators of 160 tokens leave little; where tokens are sorted the producers can do with less.
   constexpr int kProducerRegisters = C::kFp8 && C::kCtas == 2                                           ? 48
-                                     : (C::kMaxWidth > 128 || C::kCtas > 2 || C::kFp8) && !kGathers<C, S> ? 40
+                                     : (C::kMaxWidth > 128 || C::kMaxWidth <= 16 || C::kCtas > 2 || C::kFp8) && !kGathers<C, S> ? 40
                                                                                                           : 56;
   constexpr int kTokenThreads = kGathers<C, S> ? 32 * C::kTokenWarps : C::kFp8 ? 1 + 32 : C::kTokenWarps;
   extern __shared__ __align__(1024) uint8_t shared_raw[];

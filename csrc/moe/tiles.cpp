@@ -6,8 +6,8 @@
 
 namespace vllm_humming {
 
-extern const Tile tile_64x16, tile_64x32, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_f8_256x16, tile_f8_256x64,
-    tile_f8_256x96, tile_f8_256x256;
+extern const Tile tile_64x16, tile_64x32, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_256x16, tile_f8_256x16,
+    tile_f8_256x64, tile_f8_256x96, tile_f8_256x256;
 
 // Cycles: schedule.py's, by width. What the cut of an expert's rows into tiles is chosen by.
 struct Entry {
@@ -22,6 +22,7 @@ static const Entry kTiles[] = {
     {&tile_128x96, {359, 424, 472, 520}},
     {&tile_256x128, {344, 399, 479, 589}},
     {&tile_256x160, {404, 473, 581, 729}},
+    {&tile_256x16, {250, 290}},
     {&tile_f8_256x16, {188, 188}},
     {&tile_f8_256x64, {206, 236, 284, 367}},
     {&tile_f8_256x96, {295, 330, 350, 434}},
