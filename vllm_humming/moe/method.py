@@ -203,8 +203,7 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 replaced,
             )
         else:
-            self._loader.check_complete()
-            self._report_rounding(self._loader.rounding)
+            self._report_rounding(self._loader.check_complete())
         self._loader = None
         for name in self._placeholders:
             delattr(layer, name)
