@@ -41,7 +41,7 @@ class Staging:
             end += -end % _ALIGNMENT
         if end > self._landing.numel():
             self._landing = torch.empty(end, dtype=torch.uint8, device=self.device)
-        self._start = self._next = 0
+        self._start_at(0)
         for place, group in zip(places, groups, strict=True):
             self._next = place
             for tensor in group:
@@ -59,29 +59,35 @@ class Staging:
         row_bytes = tensor.nbytes // rows if rows else 0
         first = 0
         while first < rows:
-            filled = self._next - self._start
-            count = min(rows - first, (self.slot_bytes - filled) // row_bytes)
+            at = self._next - self._base
+            count = min(rows - first, (self.slot_bytes - at) // row_bytes)
+            empty = self._next == self._start
             if count <= 0:
-                if not filled:
+                if empty:
                     raise ValueError(f"a row of {row_bytes} bytes is larger than a staging slot of {self.slot_bytes}")
                 self._send()
                 continue
-            if not filled and (taken := self._taken[self._slot]) is not None:
+            if empty and (taken := self._taken[self._slot]) is not None:
                 taken.synchronize()  # of long ago, unless the host is faster than the bus
-            part = self._slots[self._slot][filled : filled + count * row_bytes]
+            part = self._slots[self._slot][at : at + count * row_bytes]
             part.view(tensor.dtype).view(count, *tensor.shape[1:]).copy_(tensor[first : first + count])
             self._next += count * row_bytes
             first += count
 
     def _send(self) -> None:
         """Has the GPU take what lies in the slot; afterwards the other one may be written."""
-        size = self._next - self._start
-        if size:
-            self._landing[self._start : self._next].copy_(self._slots[self._slot][:size], non_blocking=True)
+        if self._next > self._start:
+            filled = self._slots[self._slot][self._start - self._base : self._next - self._base]
+            self._landing[self._start : self._next].copy_(filled, non_blocking=True)
             if (taken := self._taken[self._slot]) is not None:
                 taken.record(torch.cuda.current_stream(self.device))
             self._slot = (self._slot + 1) % len(self._slots)
-        self._start = self._next
+        self._start_at(self._next)
+
+    def _start_at(self, place: int) -> None:
+        """The next slot begins with what lands there. It keeps the alignment that things have on the device."""
+        self._start = self._next = place
+        self._base = place - place % _ALIGNMENT
 
 
 _STAGINGS: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
