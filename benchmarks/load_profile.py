@@ -54,7 +54,8 @@ def package_steps():
     from vllm_humming.quant_methods import loading, staging
 
     return [
-        ("copies into pinned memory, waiting for a free slot", staging.Staging, "_write"),
+        ("copies into pinned memory, begun, and waiting for a free slot", staging.Staging, "_write"),
+        ("waiting for copies into pinned memory", staging.Staging, "_finish"),
         ("copies to the GPU, started", staging.Staging, "_send"),
         ("copies of what is not staged", loading, "_moved"),
         ("packing, started", loading, "pack"),
@@ -87,7 +88,7 @@ def report(layer, experts, kinds, load_experts, device):
         )
     lines.append(f"  {loaded - start - sum(steps.seconds.values()):7.3f} s  vLLM, the method and this script")
     lines += [f"  {rate:6.1f} GB/s  {what}" for what, rate in copy_rates(kinds[0], device).items()]
-    lines += [f"  ({torch.get_num_threads()} threads copy)", "one expert's operators on the host:"]
+    lines += [f"  (torch has {torch.get_num_threads()} threads)", "one expert's operators on the host:"]
     return lines + top_operators(lambda: load_experts(layer, kinds, 1), device).splitlines()
 
 
@@ -96,13 +97,17 @@ def copy_rates(tensors, device):
     from vllm_humming.quant_methods.staging import Staging
 
     tensors = [tensor.view(torch.uint8) for _, _, _, tensor in tensors if tensor.dim() == 2]
-    staging, size = Staging(torch.device(device, 0) if device == "cuda" else torch.device(device)), 0
+    staging = Staging(torch.device(device, 0) if device == "cuda" else torch.device(device))
+
+    def fill():
+        for tensor in tensors:
+            staging._fill(staging._slots[0][: tensor.nbytes].view(tensor.shape), tensor)
+            staging._finish()
+
     ways = {
         "pageable memory, each tensor": lambda: [tensor.to(device, copy=True) for tensor in tensors],
         "staged, each tensor": lambda: [staging.bring([[tensor]]) for tensor in tensors],
-        "into pinned memory alone": lambda: [
-            staging._slots[0][: tensor.nbytes].copy_(tensor.flatten()) for tensor in tensors
-        ],
+        "into pinned memory alone": fill,
     }
     size = sum(tensor.nbytes for tensor in tensors)
     rates = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What loading leaves to a GPU: deferred findings, staged host tensors, and how little the host does for an expert."""
 
+import threading
 from collections import Counter
 from weakref import WeakValueDictionary
 
@@ -205,8 +206,8 @@ def test_the_host_does_little_for_an_expert(monkeypatch, checkpoint, additional,
     counts = counts[1]  # the first one makes the staging buffer
     assert counts["pack_rows"] == 2
     assert counts["empty"] == 2
-    parts = 3 * 2 + (2 if fmt is NVFP4 else 0)  # into the slots: codes, scales, a projection's global scales
-    assert counts["copy_"] == parts + 2  # and to the device, once a projection
+    # To the device, once a projection; into the slots a projection's global scales, and what is no operator: the bytes.
+    assert counts["copy_"] == (4 if fmt is NVFP4 else 2)
     waits = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item", "_to_copy"}
     assert not waits & set(counts), counts
     assert sum(counts.values()) - counts["copy_"] - 4 <= small, counts  # those of a global scale
@@ -233,6 +234,39 @@ def test_staged_tensors_arrive_joined_whatever_the_slots_hold(slot):
             assert joined.is_contiguous()
             assert joined.data_ptr() % 16 == stage._landing.data_ptr() % 16
             assert torch.equal(joined, torch.cat(group))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_shared_out_to_threads(monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(staging, "_SHARE", 1 << 10)
+    stage, used = Staging(CPU, 1 << 16), set()
+    copyto = staging.np.copyto
+
+    def watched(*args):
+        used.add(threading.current_thread() is threading.main_thread())
+        copyto(*args)
+
+    monkeypatch.setattr(staging.np, "copyto", watched)
+    codes = torch.randint(0, 256, (1001, 200), dtype=torch.uint8)[:, 8:136]  # two slots and a bit, a slice of K
+    for _ in range(2):
+        (found,) = stage.bring([[codes]])
+        assert torch.equal(found, codes)
+    assert used == {threads == 1}
+    assert stage._copies == []
+
+
+def test_an_error_in_a_copying_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(staging, "_SHARE", 1)
+    stage = Staging(CPU, 1 << 10)
+
+    def fails(*args):
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(staging.np, "copyto", fails)
+    with pytest.raises(MemoryError, match="no page"):
+        stage.bring([[torch.zeros((4, 16), dtype=torch.uint8)]])
 
 
 def test_slots_and_what_lands_are_bounded():

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings host tensors to a GPU through a little pinned memory, without waiting for the GPU.
 
-A copy from pageable memory makes the host wait until the GPU has taken everything. Here torch's threads copy into one
-pinned buffer while the GPU takes another one, and the tensors of one projection lie together on the device, gate and up
-one below the other, as packing wants them.
+A copy from pageable memory makes the host wait until the GPU has taken everything, and one thread makes it. Here a few
+threads copy into one pinned buffer while the GPU takes another one, and the tensors of one projection lie together on
+the device, gate and up one below the other, as packing wants them.
+
+The threads are not torch's, whose teams are as large as the machine and wait for each other: slower than one thread
+where something else runs.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SLOT_BYTES = 16 << 20  # of pinned memory, twice; one expert's w13 of 7168 x 2048 fits one
+COPY_THREADS = 4  # at most; one where torch is told to use one, as vLLM's workers of a parallel engine are
 _ALIGNMENT = 16
+_SHARE = 512 << 10  # bytes for which another thread is worth its while
 
 
 class Staging:
@@ -24,6 +32,10 @@ class Staging:
         on_gpu = device.type == "cuda"
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for _ in range(2)]
         self._taken = [torch.cuda.Event() if on_gpu else None for _ in self._slots]  # what a slot held is on the GPU
+        threads = min(COPY_THREADS, torch.get_num_threads())
+        self._pool = ThreadPoolExecutor(threads, "vllm-humming-copies") if threads > 1 else None
+        self._shares = threads
+        self._copies: list[Future[None]] = []
         self._landing = torch.empty(0, dtype=torch.uint8, device=device)
         self._slot = 0
 
@@ -70,12 +82,32 @@ class Staging:
             if empty and (taken := self._taken[self._slot]) is not None:
                 taken.synchronize()  # of long ago, unless the host is faster than the bus
             part = self._slots[self._slot][at : at + count * row_bytes]
-            part.view(tensor.dtype).view(count, *tensor.shape[1:]).copy_(tensor[first : first + count])
+            self._fill(part.view(tensor.dtype).view(count, *tensor.shape[1:]), tensor[first : first + count])
             self._next += count * row_bytes
             first += count
 
+    def _fill(self, part: Tensor, source: Tensor) -> None:
+        """Copies source into a part of a slot; _finish waits for it."""
+        if source.dtype != torch.uint8:  # scales of rows
+            part.copy_(source)
+            return
+        rows = source.shape[0]
+        shares = min(self._shares, source.nbytes // _SHARE, rows)
+        if self._pool is None or shares < 2:
+            np.copyto(part.numpy(), source.numpy())
+            return
+        ends = [rows * share // shares for share in range(shares + 1)]
+        for first, last in pairwise(ends):
+            self._copies.append(self._pool.submit(np.copyto, part[first:last].numpy(), source[first:last].numpy()))
+
+    def _finish(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.result()
+
     def _send(self) -> None:
         """Has the GPU take what lies in the slot; afterwards the other one may be written."""
+        self._finish()
         if self._next > self._start:
             filled = self._slots[self._slot][self._start - self._base : self._next - self._base]
             self._landing[self._start : self._next].copy_(filled, non_blocking=True)
