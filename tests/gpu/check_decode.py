@@ -233,7 +233,7 @@ def check_loading(device: str) -> int:
                             loader.load("w2" if shard == "w2" else "w13", kind, value, shard, expert)
                         except ValueError as error:
                             messages.append(str(error))
-            messages.append(str(loader._read()))
+            messages.append(str(loader.rounding))
             told.append(messages)
         pairs = [
             (a.cpu(), b.cpu())

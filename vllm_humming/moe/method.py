@@ -203,7 +203,8 @@ class HummingMoEMethod(FusedMoEMethodBase):
                 replaced,
             )
         else:
-            self._report_rounding(self._loader.check_complete())
+            self._loader.check_complete()
+            self._report_rounding(self._loader.rounding)
         self._loader = None
         for name in self._placeholders:
             delattr(layer, name)

@@ -144,11 +144,17 @@ class ExpertLoader:
         else:
             self._stage(projection, expert, part, sliced)
 
-    def check_complete(self) -> Rounding:
+    @property
+    def rounding(self) -> Rounding:
+        """What packing took from the weights so far. Waits for it, and raises ValueError for what load() refuses."""
+        return self._rounding or self._read()
+
+    def check_complete(self) -> None:
         """Raises ValueError that names the tensors that never came, by expert and checkpoint name, or for what load()
-        refuses; returns what packing took from the weights.
+        refuses.
         """
-        rounding = self._rounding or self._read()
+        if self._rounding is None:
+            self._read()
         missing: list[str] = []
         for expert in range(self.shape.num_experts):
             for projection in PROJECTIONS:
@@ -157,7 +163,6 @@ class ExpertLoader:
                     parts = [part for part in self._expected(projection, arrived) if part not in arrived]
                     missing += dict.fromkeys(f"expert {expert} {part.shard}_{self._name(part.kind)}" for part in parts)
         checks.check_nothing_missing(self.layer, missing, "this rank's experts (local ids)")
-        return rounding
 
     def _name(self, kind: TensorKind) -> str:
         return self._names.get(kind) or self._names["dense"]
