@@ -28,9 +28,9 @@ class Staging:
     """Pinned buffers, and one on the device that grows to the largest projection. Used by one stream at a time."""
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
-        self.device, self.slot_bytes = device, slot_bytes
-        on_gpu = device.type == "cuda"
-        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for _ in range(2)]
+        self.device, self.slot_bytes = device, slot_bytes - slot_bytes % _ALIGNMENT
+        size, on_gpu = self.slot_bytes, device.type == "cuda"
+        self._slots = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for _ in range(2)]
         self._taken = [torch.cuda.Event() if on_gpu else None for _ in self._slots]  # what a slot held is on the GPU
         threads = min(COPY_THREADS, torch.get_num_threads())
         self._pool = ThreadPoolExecutor(threads, "vllm-humming-copies") if threads > 1 else None
