@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the loading of one MoE layer with 256 experts into the installed vLLM, and its peak of GPU memory.
 
-usage: load.py [--formats mxfp4 nvfp4] [--experts 256] [--hidden 7168] [--intermediate 2048] [--repeats 2] [--out FILE]
+usage: load.py [--formats mxfp4 nvfp4 mxfp4_fp8] [--experts 256] [--hidden 7168] [--intermediate 2048] [--repeats 2]
+               [--out FILE] [--profile]
 Runs this package (--quantization humming) and Marlin (compressed-tensors), each in a process of its own, and prints
-both. benchmarks/README.md states the protocol.
+both. mxfp4_fp8 (MXFP4 for FP8 activations) is this package's alone. --profile also says, on standard error, where the
+time of one more layer goes. benchmarks/README.md states the protocol.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from load_profile import report
 from protocol import require_gpu
 from vllm_layer import make_layer, method_of, start_vllm
 
@@ -34,7 +37,7 @@ GIB = 1 << 30
 def checkpoint_tensors(hidden, intermediate, fmt, seed=0):
     """(projection, suffix, shard, tensor) of one expert, as compressed-tensors checkpoints have them, on the host."""
     gen = torch.Generator(device="cpu").manual_seed(seed)
-    group, low, high = (32, 118, 123) if fmt == "mxfp4" else (16, 0x30, 0x48)
+    group, low, high = (32, 118, 123) if fmt != "nvfp4" else (16, 0x30, 0x48)
 
     def random(low, high, *shape):
         return torch.randint(low, high, shape, dtype=torch.uint8, generator=gen, device="cpu")
@@ -47,7 +50,7 @@ def checkpoint_tensors(hidden, intermediate, fmt, seed=0):
     ):
         scales = random(low, high, rows, k // group)
         tensors.append((projection, "weight_packed", shard, random(0, 256, rows, k // 2)))
-        if fmt == "mxfp4":
+        if fmt != "nvfp4":
             tensors.append((projection, "weight_scale", shard, scales))
             continue
         tensors.append((projection, "weight_scale", shard, scales.view(torch.float8_e4m3fn)))
@@ -134,6 +137,13 @@ def one(args):
             method = method_of(layer)
             del layer
             vllm_config.compilation_config.static_forward_context.clear()  # it holds the layers
+        if args.profile:
+            top_k = min(8, args.experts - 1)
+            with torch.device("cuda"):
+                layer = make_layer(
+                    args.hidden, args.intermediate, args.experts, top_k, args.one, args.fmt, "layers.profile.experts"
+                )
+            print(*report(layer, args.experts, kinds, load_experts, "cuda"), sep="\n", file=sys.stderr, flush=True)
         print(json.dumps(record(args, seconds, peaks, held) | dict(equal=equal, method=method)), flush=True)
     return 0
 
@@ -180,6 +190,7 @@ def contestant(args, label, fmt):
     command = [sys.executable, str(Path(__file__).resolve()), "--one", quant, "--label", label, "--fmt", fmt]
     for name in ("experts", "hidden", "intermediate", "repeats"):
         command += [f"--{name}", str(getattr(args, name))]
+    command += ["--profile"] if args.profile else []
     done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
@@ -190,20 +201,26 @@ def contestant(args, label, fmt):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=["mxfp4", "nvfp4"], default=["mxfp4", "nvfp4"])
+    parser.add_argument("--formats", nargs="+", choices=["mxfp4", "nvfp4", "mxfp4_fp8"], default=["mxfp4", "nvfp4"])
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--intermediate", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="append one JSON line a contestant and format")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes")
     for name in ("--one", "--label", "--fmt"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     require_gpu()
     if args.one:
         return one(args)
-    pairs = [(label, fmt) for fmt in args.formats for label in args.contestants]
+    pairs = [
+        (label, fmt)
+        for fmt in args.formats
+        for label in args.contestants
+        if fmt != "mxfp4_fp8" or label == "vllm-humming"
+    ]
     records = [found for label, fmt in pairs if (found := contestant(args, label, fmt))]
     if args.out and records:
         with args.out.open("a") as file:

@@ -40,4 +40,5 @@ case $found in
   *) echo "expected vLLM $version from $site, found $found" >&2; exit 1 ;;
 esac
 "$python" -m pytest -q tests/test_plugin.py tests/test_config.py tests/test_loading.py \
-  tests/test_loading_models.py tests/test_method.py tests/test_linear.py tests/test_eplb.py tests/test_modular.py "$@"
+  tests/test_loading_deferred.py tests/test_loading_models.py tests/test_method.py tests/test_linear.py \
+  tests/test_eplb.py tests/test_modular.py "$@"

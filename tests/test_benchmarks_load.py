@@ -3,7 +3,9 @@
 
 import importlib
 import os
+import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from layers import engine
 import vllm_humming
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-NAMES = ("protocol", "routing", "vllm_layer", "load")
+NAMES = ("protocol", "routing", "vllm_layer", "load_profile", "load")
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def vllm_engine():
         yield config
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp4_fp8"])
 def test_a_layer_loads_as_a_model_would_load_it(load, vllm_engine, fmt):
     args = SimpleNamespace(hidden=96, intermediate=160, one="humming", fmt=fmt)
     kinds = [load.checkpoint_tensors(96, 160, fmt, seed) for seed in load.SEEDS]
@@ -53,6 +55,48 @@ def test_a_layer_loads_as_a_model_would_load_it(load, vllm_engine, fmt):
     for param in layer.parameters():
         param.data.copy_(param.data[:1].clone().expand_as(param.data))
     assert not load.experts_are_equal(layer, 3)  # the second expert has the first one's weights
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_profile_accounts_for_the_time_of_a_load(load, vllm_engine, deferred):
+    kinds = [load.checkpoint_tensors(96, 160, "nvfp4", seed) for seed in load.SEEDS]
+    layer = load.make_layer(96, 160, 3, 2, "humming", "nvfp4", "layers.0.experts")
+    vllm_engine.compilation_config.static_forward_context.clear()
+    layer.quant_method._loader.deferred = deferred
+    pack = importlib.import_module("vllm_humming.quant_methods.loading").pack
+    lines = load.report(layer, 3, kinds, load.load_experts, "cpu")
+    assert importlib.import_module("vllm_humming.quant_methods.loading").pack is pack
+    calls = {found[2]: int(found[1]) for line in lines if (found := re.search(r"(\d+) calls  (.*)", line))}
+    assert calls["packing, started"] == 6
+    assert calls["checks of shapes and dtypes, slices"] == 3 * 9  # codes, scales and a global scale of w1, w2 and w3
+    assert calls["the rest of the loader"] == 3 * 12
+    assert ("copies to the GPU, started" in calls) == deferred
+    if deferred:
+        assert calls["copies to the GPU, started"] == 6
+        assert calls["findings, with the wait for the GPU"] == 1
+    assert sum("GB/s" in line for line in lines) == 3
+    assert any("pack_rows" in line or "aten::" in line for line in lines)
+
+
+def test_steps_share_out_the_time(load):
+    steps = importlib.import_module("load_profile").Steps()
+
+    class Work:
+        def outer(self):
+            self.inner()
+            self.inner()
+            return 3
+
+        def inner(self):
+            time.sleep(0.02)
+
+    original = Work.outer
+    with steps.watching([("outer", Work, "outer"), ("inner", Work, "inner")]):
+        assert Work().outer() == 3
+    assert Work.outer is original
+    assert steps.calls == {"outer": 1, "inner": 2}
+    assert steps.seconds["inner"] >= 0.04
+    assert steps.seconds["outer"] < 0.02
 
 
 def test_a_tensor_that_nobody_took_is_an_error(load):
@@ -94,7 +138,7 @@ def test_each_contestant_runs_in_a_process_of_its_own(load, monkeypatch, capsys)
 
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(load.subprocess, "run", run)
-    args = SimpleNamespace(experts=256, hidden=7168, intermediate=2048, repeats=2)
+    args = SimpleNamespace(experts=256, hidden=7168, intermediate=2048, repeats=2, profile=False)
     assert load.contestant(args, "vllm-humming", "nvfp4") == {"seconds": 1.0}
     assert load.contestant(args, "marlin", "nvfp4") is None
     assert "FAIL marlin nvfp4: exit status 1" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_humming import ops
+from vllm_humming.moe.findings import Findings
 from vllm_humming.moe.packing import allocate, pack_expert
-from vllm_humming.moe.scales import window_of
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
 
@@ -145,15 +145,20 @@ def test_pack_rows_is_what_pack_expert_does(gate_up):
         whole, 0, codes, scales, bias, global_scale=factor, gated=gated, gate_up=gate_up or "packed",
         dtype=torch.float16, layer="l",
     )  # fmt: skip
-    groups = fmt.pack_groups("l", codes.view(96, 5, 8), scales, factor, window_of(torch.float16))
-    arguments = (codes, groups.scales, groups.row_scale, bias, *(t[0] for t in placed.tensors))
+    findings = Findings(1, torch.device("cpu"))
+    arguments = (codes, scales, factor, bias, torch.empty(96), *(t[0] for t in placed.tensors), findings.records[0])
     options = (fmt.code, 1, gated, gate_up == "interleaved", fmt.zero_group)
     torch.ops.vllm_humming.pack_rows(*arguments, *options)
     assert all(torch.equal(*pair) for pair in zip(whole.tensors, placed.tensors, strict=True))
+    assert findings.read() == [findings.clear.tolist()]
     with pytest.raises(ValueError, match="do not fit packed weights"):
         torch.ops.vllm_humming.pack_rows(codes.repeat(3, 1), *arguments[1:], *options)
     with pytest.raises(ValueError, match="zero_group"):
         torch.ops.vllm_humming.pack_rows(*arguments, *options[:-1], 0)
+    with pytest.raises(ValueError, match="global_scale is missing"):
+        torch.ops.vllm_humming.pack_rows(codes, scales, None, *arguments[3:], *options)
+    with pytest.raises(ValueError, match=r"record must be int64 \(6,\), found torch.int64 \(5,\)"):
+        torch.ops.vllm_humming.pack_rows(*arguments[:-1], findings.records[0][:5], *options)
 
 
 def test_import_needs_torch_only():

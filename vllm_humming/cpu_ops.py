@@ -4,10 +4,11 @@
 import torch
 from torch import Tensor
 
-from vllm_humming.moe import reference
+from vllm_humming.moe import packing, reference
 from vllm_humming.moe.codes import CHUNK_K
+from vllm_humming.moe.findings import Field
 from vllm_humming.moe.layouts import GemmLayout
-from vllm_humming.moe.packing import PackedProjection, place
+from vllm_humming.moe.packing import PackedProjection
 from vllm_humming.moe.scales import window_of
 from vllm_humming.moe.weight_formats import BY_CODE, WeightFormat
 
@@ -257,11 +258,13 @@ def _check_gemm_sizes(packed: Tensor, k: int, n: int, fmt: WeightFormat) -> None
 def pack_rows(
     codes: Tensor,
     scales: Tensor,
-    row_scale: Tensor,
+    global_scale: Tensor | None,
     bias: Tensor | None,
+    row_scale: Tensor,
     packed: Tensor,
     packed_row_scale: Tensor,
     packed_bias: Tensor | None,
+    record: Tensor,
     weight_format: int,
     dtype: int,
     gated: bool,
@@ -272,6 +275,10 @@ def pack_rows(
     _check(dtype in (0, 1), f"dtype must be 0 (bfloat16) or 1 (float16), found {dtype}")
     _check(zero_group == fmt.zero_group, f"zero_group of {fmt.label} is {fmt.zero_group}, found {zero_group}")
     _check((bias is None) == (packed_bias is None), "bias and packed_bias belong together")
+    _check(
+        (global_scale is not None) == fmt.has_global,
+        f"global_scale is {'missing' if fmt.has_global else f'nothing that {fmt.label} has'}",
+    )
     target = (packed[None], packed_row_scale[None], None if packed_bias is None else packed_bias[None])
     _check_projection("packed", fmt, *target)
     n, k = codes.shape[0], codes.shape[1] * 2
@@ -280,14 +287,20 @@ def pack_rows(
         n <= rows and k <= whole and k % fmt.group_k == 0 and not (gated and n % 2),
         f"codes {tuple(codes.shape)} do not fit packed weights {tuple(packed.shape)}",
     )
-    place(
+    _check(
+        record.dtype == torch.int64 and tuple(record.shape) == (len(Field),),
+        f"record must be int64 ({len(Field)},), found {record.dtype} {tuple(record.shape)}",
+    )
+    packing.pack_rows(
         codes,
         scales,
-        row_scale,
+        global_scale,
         bias,
+        row_scale,
         packed,
         packed_row_scale,
         packed_bias,
+        record,
         weight_format=fmt,
         window=window_of(_DTYPES[dtype]),
         gated=gated,

@@ -6,8 +6,8 @@ they run the kernels after `load_kernels()`, and before that raise the message t
 
 moe: the routed-experts layer. moe_batched: the same experts on tokens that lie by expert already, x and out [E, max, H]
 with counts int32 [E], without router weights and sum. grouped_gemm: one projection without activation; `layout` is a
-moe.layouts.GemmLayout, which has the shapes. pack_rows: one expert's weights into the kernels' layout, as
-moe.packing.place does it; dtype 0 is bfloat16 and 1 float16.
+moe.layouts.GemmLayout, which has the shapes. pack_rows: one expert's checkpoint bytes into the kernels'
+layout, and what is wrong with them into a record, as moe.packing.pack_rows does it; dtype 0 is bfloat16 and 1 float16.
 
 x of moe_batched and grouped_gemm is bf16 or fp16, of out's dtype; with `weight_format` 2 (FP8 tokens) any of the two,
 or float8_e4m3fn in natural K order with x_scale fp32 [.., rows, ceil(K / 128)] (contiguous, or as
@@ -45,9 +45,9 @@ _SCHEMAS = {
     "grouped_gemm": "(Tensor x, Tensor? x_scale, Tensor packed, Tensor row_scale, Tensor? bias, Tensor? groups, "
     "Tensor? rows, Tensor(a!) workspace, Tensor(b!) out, int layout, int weight_format, int tile) -> ()",
     "grouped_gemm_workspace_bytes": "(int rows, int num_experts, int k, int weight_format, int layout) -> int",
-    "pack_rows": "(Tensor codes, Tensor scales, Tensor row_scale, Tensor? bias, Tensor(a!) packed, "
-    "Tensor(b!) packed_row_scale, Tensor(c!)? packed_bias, int weight_format, int dtype, bool gated, bool interleaved, "
-    "int zero_group) -> ()",
+    "pack_rows": "(Tensor codes, Tensor scales, Tensor? global_scale, Tensor? bias, Tensor(a!) row_scale, "
+    "Tensor(b!) packed, Tensor(c!) packed_row_scale, Tensor(d!)? packed_bias, Tensor(e!) record, int weight_format, "
+    "int dtype, bool gated, bool interleaved, int zero_group) -> ()",
     "tile_field": "(int tile, int field) -> int",
 }
 _CPU_OPS = {

@@ -4,8 +4,8 @@
 usage: PYTHONPATH=. python3 tests/gpu/check_decode.py [--device cpu]
 MXFP4, also for FP8: every code x every e8m0 byte 0..254, rows that span the whole exact window. NVFP4: every code x
 every e4m3 byte, zero and subnormals included, in every place. Every compiled tile of the path, bf16 and fp16. What the
-output dtype cannot hold must come out as the exact value rounded once. Before that: packing there against packing on
-the CPU. Needs torch and the compiled kernels, not vLLM.
+output dtype cannot hold must come out as the exact value rounded once. Before that: packing there and loading through
+pinned memory against packing and loading on the CPU. Needs torch and the compiled kernels, not vLLM.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from vllm_humming.moe.layouts import GemmLayout
 from vllm_humming.moe.packing import allocate, pack_expert
 from vllm_humming.moe.quantize import Quantized, dequantize
 from vllm_humming.moe.weight_formats import MXFP4, MXFP4_FP8, NVFP4, WeightFormat
+from vllm_humming.quant_methods.loading import ExpertLoader, ExpertShape
+from vllm_humming.quant_methods.schemes import MODELOPT_NVFP4, PLAIN_MXFP4
 
 SPANS = {torch.bfloat16: 133, torch.float16: 24}
 FP8_SPAN = 11
@@ -108,42 +110,142 @@ def wrong(
     )
 
 
+def packing_inputs(
+    fmt: WeightFormat, n: int, k: int, has_bias: bool, kind: str, gen: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes, scales, bias and global scale of one of PACKING_KINDS; groups of zeros among them."""
+    groups = k // fmt.group_k
+    codes = torch.randint(0, 256, (n, k // 2), generator=gen, dtype=torch.uint8)
+    codes.view(n, groups, -1)[torch.rand(n, groups, generator=gen) < 0.2] &= 0x88
+    low, high = (0, 127) if fmt.has_global else (100, 115)
+    scales = torch.randint(low, high, (n, groups), generator=gen, dtype=torch.uint8)
+    if fmt.has_global:
+        scales[torch.rand(n, groups, generator=gen) < 0.1] = 0x80  # -0.0
+    elif kind != "plain":
+        scales = torch.randint(90, 112, (n, groups), generator=gen, dtype=torch.uint8)  # FP8: some are rounded
+        scales[::3] += 30  # 16 bits: above the window
+        scales[1::3] -= 85  # FP16: below it
+    bias = torch.randn(n, generator=gen) if has_bias else None
+    factor = torch.rand(1 if kind == "plain" else n, generator=gen) + 0.5 if fmt.has_global else None
+    row = n - 2
+    if kind == "bad scale":
+        scales[row, groups - 1], scales[n - 1, 0] = 255, 255
+    elif kind == "bad bias" and bias is not None:
+        bias[row] = math.nan
+    elif kind == "bad global" and factor is not None:
+        factor[row], factor[n - 1] = -1.0, 2.0**120
+    elif kind == "bad window":
+        codes[row], scales[row, 0], scales[row, 1] = 0x11, 1, 250
+    return codes, scales, bias, factor
+
+
+PACKING_KINDS = ("plain", "wide", "bad scale", "bad bias", "bad global", "bad window")
+
+
 def check_packing(device: str) -> int:
-    """pack_rows against its definition on the CPU, byte for byte, on what held other weights before; failures."""
+    """pack_rows against its definition on the CPU, byte for byte, on what held other weights before: the packed
+    weights, what was rounded, and what is refused, which leaves them as they were; failures.
+    """
     gen = torch.Generator().manual_seed(1)
-    failures = cases = 0
-    for fmt, dtype, (n, k), has_bias in product(
-        (MXFP4, NVFP4, MXFP4_FP8), SPANS, ((64, 128), (200, 352), (736, 2880), (2048, 1024)), (False, True)
+    failures = cases = refused = rounded = 0
+    for fmt, dtype, (n, k), has_bias, kind in product(
+        (MXFP4, NVFP4, MXFP4_FP8),
+        SPANS,
+        ((64, 128), (200, 352), (736, 2880), (2048, 1024)),
+        (False, True),
+        PACKING_KINDS,
     ):
         for gated, gate_up in ((False, "packed"), (True, "packed"), (True, "interleaved")):
-            codes = torch.randint(0, 256, (n, k // 2), generator=gen, dtype=torch.uint8)
-            codes[:, : fmt.group_k // 2] &= 0x88  # groups of zeros
-            scales = torch.randint(100, 115, (n, k // fmt.group_k), generator=gen, dtype=torch.uint8)
-            bias = torch.randn(n, generator=gen) if has_bias else None
-            factor = torch.rand(n, generator=gen) + 0.5 if fmt.has_global else None
-            results = []
+            source = packing_inputs(fmt, n, k, has_bias, kind, gen)
+            results, told = [], []
             for place in ("cpu", device):
                 make = {"gated": gated, "has_bias": has_bias, "device": place, "weight_format": fmt}
                 weights = allocate(2, n, k, **make)
                 for t in weights.tensors:
                     if t is not None:
                         t.copy_(torch.full_like(t, 77))
-                pack_expert(
-                    weights,
-                    1,
-                    *(t if t is None else t.to(place) for t in (codes, scales, bias)),
-                    global_scale=factor if factor is None else factor.to(place),
-                    gated=gated,
-                    gate_up=gate_up,
-                    dtype=dtype,
-                    layer="check",
-                )
+                codes, scales, bias, factor = (t if t is None else t.to(place) for t in source)
+                try:
+                    rounding = pack_expert(
+                        weights,
+                        1,
+                        codes,
+                        scales,
+                        bias,
+                        global_scale=factor,
+                        gated=gated,
+                        gate_up=gate_up,
+                        dtype=dtype,
+                        layer="check",
+                    )
+                    told.append(str(rounding))
+                    rounded += rounding.groups > 0
+                except ValueError as error:
+                    told.append(str(error))
+                    refused += 1
                 results.append([t.cpu() for t in weights.tensors if t is not None])
             cases += 1
-            if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
+            if told[0] != told[1] or not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
                 failures += 1
-                print(f"FAIL packing {fmt.label} {dtype} {n}x{k} bias {has_bias} gated {gated} {gate_up}")
-    print(f"packing on the {device} equals the CPU's byte for byte: {cases - failures} of {cases}", flush=True)
+                print(f"FAIL packing {fmt.label} {dtype} {n}x{k} bias {has_bias} gated {gated} {gate_up} {kind}")
+                print(*told, sep="\n")
+    print(
+        f"packing on the {device} equals the CPU's byte for byte: {cases - failures} of {cases}, "
+        f"{refused // 2} of them refusals, {rounded // 2} rounded",
+        flush=True,
+    )
+    return failures
+
+
+def check_loading(device: str) -> int:
+    """An ExpertLoader whose weights lie on the device against one on the CPU: host tensors larger than a staging slot,
+    many experts one after the other, and an error in one of them; failures.
+    """
+    gen, failures = torch.Generator().manual_seed(2), 0
+    experts, hidden, intermediate = 6, 7168, 2432  # w13 is 17 MB
+    for scheme, fmt in ((PLAIN_MXFP4, MXFP4), (MODELOPT_NVFP4, NVFP4), (PLAIN_MXFP4, MXFP4_FP8)):
+        loaders, told = [], []
+        sources = {
+            shard: [packing_inputs(fmt, rows, k, False, "wide", gen) for _ in range(experts)]
+            for shard, rows, k in (
+                ("w1", intermediate, hidden),
+                ("w2", hidden, intermediate),
+                ("w3", intermediate, hidden),
+            )
+        }
+        sources["w2"][experts - 2][1][11, 3] = 255
+        for place in ("cpu", device):
+            make = {"has_bias": False, "device": place, "weight_format": fmt}
+            packed = {
+                "w13": allocate(experts, 2 * intermediate, hidden, gated=True, **make),
+                "w2": allocate(experts, hidden, intermediate, gated=False, **make),
+            }
+            shape = ExpertShape(experts, hidden, intermediate, intermediate, 0, True, False, False)
+            loader = ExpertLoader("check", scheme, shape, packed, torch.bfloat16)
+            loaders.append(loader)
+            messages = []
+            for expert, shard in product(range(experts), sources):
+                codes, scales, _, factor = sources[shard][expert]
+                for kind, tensor in (("codes", codes), ("scales", scales), ("global", factor)):
+                    if tensor is not None:
+                        value = tensor[:1] if kind == "global" else tensor
+                        try:
+                            loader.load("w2" if shard == "w2" else "w13", kind, value, shard, expert)
+                        except ValueError as error:
+                            messages.append(str(error))
+            messages.append(str(loader.rounding))
+            told.append(messages)
+        pairs = [
+            (a.cpu(), b.cpu())
+            for name in ("w13", "w2")
+            for a, b in zip(loaders[0].packed[name].tensors, loaders[1].packed[name].tensors, strict=True)
+            if a is not None
+        ]
+        same = all(torch.equal(*pair) for pair in pairs)
+        if not same or told[0] != told[1] or len(told[0]) != 2:
+            failures += 1
+            print(f"FAIL loading {fmt.label}: weights {'equal' if same else 'differ'}", *told, sep="\n")
+    print(f"loading from the host to the {device} equals the CPU's: {3 - failures} of 3 formats", flush=True)
     return failures
 
 
@@ -154,7 +256,7 @@ def main() -> int:
     if device == "cuda":
         ops.load_kernels()
     gen = torch.Generator(device=device).manual_seed(0)
-    failures = check_packing(device)
+    failures = check_packing(device) + check_loading(device)
     for dtype, span in SPANS.items():
         cases = {
             "every code x byte": (MXFP4, *every_code_and_byte(device)),

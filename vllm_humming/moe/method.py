@@ -184,10 +184,10 @@ class HummingMoEMethod(FusedMoEMethodBase):
                     self._add_placeholder(layer, projection, suffix, kind)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Checks that every expert arrived and drops the loading state.
+        """Checks that every expert arrived and was taken, and drops the loading state.
 
-        Raises ValueError that names the missing tensors. See vllm_humming.quant_methods.dummy for layers that no
-        checkpoint was loaded into.
+        Raises ValueError that names the missing tensors, or what is wrong with one. See
+        vllm_humming.quant_methods.dummy for layers that no checkpoint was loaded into.
         """
         if self._loader is None:
             return

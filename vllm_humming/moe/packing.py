@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_humming.moe.codes import BLOCK_ROWS, CHUNK_K, CODE_BYTES, code_values, code_words
+from vllm_humming.moe.findings import NONE, REFUSED, Field, Findings, Names, first_place, refuse, rounding_of
 from vllm_humming.moe.fp8 import Rounding
-from vllm_humming.moe.scales import Window, check_global_scale, window_of
+from vllm_humming.moe.scales import Window, window_of
 from vllm_humming.moe.weight_formats import MXFP4, WeightFormat, factor_table
 
 
@@ -119,38 +120,128 @@ def pack_expert(
     gate_up: row order of a gated checkpoint tensor, "packed" [gate; up] or "interleaved" (gate0, up0, gate1, ...).
     dtype: the activations' dtype, bfloat16 or float16. Errors start with where; None: layer, expert and tensor.
     Raises ValueError, and leaves dst as it was, for a wrong shape or dtype, scales that are NaN, negative or no value
-    of the format, a global scale that is not positive and finite, and scales that the dtype does not hold exactly.
+    of the format, a global scale that is not positive and finite, NaN or infinity in a bias, and scales that the dtype
+    does not hold exactly. Waits for the device; `pack` does not.
     """
     where = where or f"{layer}: expert {expert}: {tensor}"
-    fmt, window = dst.weight_format, window_of(dtype)
+    window = window_of(dtype)
     k = dst.packed.shape[2] * CHUNK_K
     codes, raw, factor = _checked_inputs(where, codes, scales, bias, global_scale, dst, k, gated)
-
-    groups = fmt.pack_groups(where, codes.view(codes.shape[0], -1, fmt.group_k // 2), raw, factor, window)
-    source = (
-        groups.codes.view_as(codes),
-        groups.scales,
-        groups.row_scale,
-        None if bias is None else bias.detach().float(),
-    )
-    target = dst.packed[expert], dst.row_scale[expert], None if dst.bias is None else dst.bias[expert]
+    findings = Findings(1, dst.packed.device)
     interleaved = gate_up == "interleaved"
-    if _compiled(dst.packed.device):
+    pack(dst, expert, codes, raw, bias, factor, findings.records[0], gated=gated, interleaved=interleaved, dtype=dtype)
+    (found,) = findings.read()
+    refuse(found, Names(where, f"{where} bias", (where,), codes.shape[0]), dst.weight_format, window)
+    return rounding_of(found, raw.numel())
+
+
+def pack(
+    dst: PackedProjection,
+    expert: int,
+    codes: Tensor,
+    raw: Tensor,
+    bias: Tensor | None,
+    global_scale: Tensor | None,
+    record: Tensor,
+    *,
+    gated: bool,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> None:
+    """pack_expert for tensors whose shapes are known to fit, without waiting for the device: what it finds in the
+    weights it leaves in record, int64 [fields] (moe.findings), and it packs nothing that is to be refused.
+
+    codes uint8 [N, K/2] and raw scale bytes uint8 [N, groups], contiguous; bias [N]; global_scale fp32 [1] or [N].
+    """
+    fmt = dst.weight_format
+    bias = None if bias is None else bias.detach().float().contiguous()
+    # The rows' scales, before the padded ones come between: what one kernel hands to the next.
+    row_scale = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
+    target = dst.packed[expert], dst.row_scale[expert], None if dst.bias is None else dst.bias[expert]
+    if _compiled(codes.device):
+        if codes.data_ptr() % 8:  # the kernels read words
+            codes = codes.clone()
         fp16 = int(dtype == torch.float16)
         torch.ops.vllm_humming.pack_rows(
-            *(None if t is None else t.contiguous() for t in source),
-            *target, fmt.code, fp16, gated, interleaved, fmt.zero_group,
+            codes, raw, global_scale, bias, row_scale, *target, record,
+            fmt.code, fp16, gated, interleaved, fmt.zero_group,
         )  # fmt: skip
     else:
-        place(*source, *target, weight_format=fmt, window=window, gated=gated, interleaved=interleaved)
-    return groups.rounding
+        pack_rows(
+            codes,
+            raw,
+            global_scale,
+            bias,
+            row_scale,
+            *target,
+            record,
+            weight_format=fmt,
+            window=window_of(dtype),
+            gated=gated,
+            interleaved=interleaved,
+        )
 
 
 def _compiled(device: torch.device) -> bool:
-    """Whether the compiled pack_rows, a tenth of place's launches, runs there."""
+    """Whether the compiled pack_rows, two launches, runs there."""
     from vllm_humming import ops  # which imports this module
 
     return device.type == "cuda" and ops.kernels_loaded()
+
+
+def pack_rows(
+    codes: Tensor,
+    raw: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor,
+    packed: Tensor,
+    packed_row_scale: Tensor,
+    packed_bias: Tensor | None,
+    record: Tensor,
+    *,
+    weight_format: WeightFormat,
+    window: Window,
+    gated: bool,
+    interleaved: bool,
+) -> None:
+    """The operator pack_rows in torch, its definition: one expert's checkpoint rows into its places in the layout.
+
+    codes uint8 [N, K/2], raw uint8 [N, groups], global_scale fp32 [1] or [N], bias fp32 [N], rows in the checkpoint's
+    order; packed uint8 [rows/64, K/128, chunk bytes], packed_row_scale and packed_bias fp32 [rows]; record int64
+    [fields], to which this adds. row_scale fp32 [N] is overwritten. Where the record refuses something, the packed
+    tensors stay as they are.
+    """
+    fmt, n = weight_format, codes.shape[0]
+    factor = None if global_scale is None else global_scale.reshape(-1).expand(n)
+    groups = fmt.pack_groups(codes.view(n, -1, fmt.group_k // 2), raw, factor, window)
+    row_scale.copy_(groups.row_scale)
+    place_in_row = torch.arange(raw.shape[1], device=raw.device) << 8
+    found = {Field.SCALE: first_place(fmt.illegal_scales(raw), place_in_row + raw.long())}
+    if bias is not None:
+        found[Field.BIAS] = first_place(~bias.isfinite(), 0)
+    if groups.refused is not None and groups.detail is not None:
+        found[Field.GLOBAL if fmt.has_global else Field.WINDOW] = first_place(groups.refused, groups.detail)
+    for field, place_of in found.items():
+        record[field] = torch.minimum(record[field], place_of)
+    if groups.rounding is not None:
+        record[Field.ROUNDED] += groups.rounding.groups
+        worst = torch.tensor(groups.rounding.worst, dtype=torch.float64).view(torch.int64)  # ordered as the numbers are
+        record[Field.WORST] = record[Field.WORST].clamp(min=int(worst))
+    if bool((record[: len(REFUSED)] == NONE).all()):
+        place(
+            groups.codes.view_as(codes),
+            groups.scales,
+            groups.row_scale,
+            bias,
+            packed,
+            packed_row_scale,
+            packed_bias,
+            weight_format=fmt,
+            window=window,
+            gated=gated,
+            interleaved=interleaved,
+        )
 
 
 def place(
@@ -256,7 +347,7 @@ def _checked_inputs(
     k: int,
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as contiguous uint8, raw scale bytes and the global scale [N], all checked against each other and dst."""
+    """Codes as contiguous uint8, raw scale bytes and the global scale [1] or [N], shapes checked against dst."""
     fmt, group, rows = dst.weight_format, dst.weight_format.group_k, dst.row_scale.shape[1]
     if codes.dtype not in (torch.uint8, torch.int8):
         raise ValueError(f"{where} codes must be uint8 or int8, found {codes.dtype}")
@@ -283,11 +374,10 @@ def _checked_inputs(
                 f"{where} global scale must be one float32 or {(n,)}, "
                 f"found {global_scale.dtype} {tuple(global_scale.shape)}"
             )
-        check_global_scale(where, global_scale)
-        global_scale = global_scale.detach().reshape(-1).expand(n)
+        global_scale = global_scale.detach().reshape(-1).contiguous()
     return (
         codes.detach().contiguous().view(torch.uint8),
-        fmt.raw_scales(where, scales.detach().contiguous()),
+        fmt.scale_bytes_of(where, scales.detach().contiguous()),
         global_scale,
     )
 

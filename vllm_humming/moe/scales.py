@@ -69,38 +69,38 @@ def e8m0_bytes(where: str, scales: Tensor) -> Tensor:
     return torch.where(lowest, 0, exponent).to(torch.uint8)
 
 
-def refuse_nan(where: str, scales: Tensor) -> None:
-    """Raises ValueError, its message started by where, for an e8m0 NaN (255) in scales, uint8 [N, groups]."""
-    nan = scales == 255
-    if bool(nan.any()):
-        row, group = nan.nonzero()[0].tolist()
-        raise ValueError(
-            f"{where} scale of row {row}, group {group} is the e8m0 NaN (255), expected 0..254; "
-            "the checkpoint is damaged or was not loaded completely"
-        )
+def e8m0_fault(row: int, group: int) -> str:
+    """What is wrong with the only e8m0 byte that is no scale."""
+    return (
+        f"scale of row {row}, group {group} is the e8m0 NaN (255), expected 0..254; "
+        "the checkpoint is damaged or was not loaded completely"
+    )
 
 
-def window_scales(where: str, scales: Tensor, live: Tensor, window: Window, zero_group: int) -> tuple[Tensor, Tensor]:
-    """e8m0 scales uint8 [N, groups], no NaN -> (packed bytes uint8 [N, groups], row exponents b int32 [N]).
+def window_scales(
+    scales: Tensor, live: Tensor, window: Window, zero_group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """e8m0 scales uint8 [N, groups], no NaN -> (packed bytes uint8 [N, groups], row exponents b int32 [N], rows that
+    the window does not hold bool [N], their smallest and largest live scale as smallest << 8 | largest int32 [N]).
 
-    live: bool [N, groups], whether a group holds a non-zero code; the others get the byte zero_group. Raises
-    ValueError, its message started by where, for a row whose live groups span more than the window.
+    live: bool [N, groups], whether a group holds a non-zero code; the others get the byte zero_group.
     """
     s = scales.to(torch.int32) - 127
     s_max = torch.where(live, s, -1000).amax(1)
     s_min = torch.where(live, s, 1000).amin(1)
     shift = live.any(1) & ((s_max > HIGHEST) | (s_min < window.lowest))
     b = torch.where(shift, s_max - HIGHEST, 0)
-    outside = s_min - b < window.lowest
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0, 0])
-        low, high = int(s_min[row]), int(s_max[row])
-        fix = "serve it with --dtype bfloat16" if window.name == "float16" else "no activation dtype holds it"
-        raise ValueError(
-            f"{where} row {row}: scale exponents {low}..{high} span {high - low}, more than the "
-            f"{HIGHEST - window.lowest} that {window.name} decodes exactly; {fix}"
-        )
-    return torch.where(live, s - b[:, None] + window.offset, zero_group).to(torch.uint8), b
+    packed = torch.where(live, s - b[:, None] + window.offset, zero_group).to(torch.uint8)
+    return packed, b, s_min - b < window.lowest, (s_min + 127) * 256 + s_max + 127
+
+
+def window_fault(row: int, low: int, high: int, window: Window) -> str:
+    """What is wrong with a row whose live scales are 2^low..2^high."""
+    fix = "serve it with --dtype bfloat16" if window.name == "float16" else "no activation dtype holds it"
+    return (
+        f"row {row}: scale exponents {low}..{high} span {high - low}, more than the "
+        f"{HIGHEST - window.lowest} that {window.name} decodes exactly; {fix}"
+    )
 
 
 def e4m3_bytes(where: str, scales: Tensor) -> Tensor:
@@ -125,41 +125,38 @@ def e4m3_bytes(where: str, scales: Tensor) -> Tensor:
     return rounded.view(torch.uint8)
 
 
-def refuse_negative_or_nan(where: str, scales: Tensor) -> None:
-    """Raises ValueError, its message started by where, for e4m3 bytes [N, groups] below zero or NaN. -0.0 is zero."""
-    bad = (scales & 0x7F).eq(0x7F) | scales.gt(0x80)
-    if bool(bad.any()):
-        row, group = bad.nonzero()[0].tolist()
-        value = scales[row, group].view(1).view(torch.float8_e4m3fn).float().item()
-        raise ValueError(
-            f"{where} scale of row {row}, group {group} is {value} (byte {int(scales[row, group]):#04x}), expected an "
-            "e4m3 number from 0 to 448; the checkpoint is damaged or was not loaded completely"
-        )
+def illegal_e4m3(scales: Tensor) -> Tensor:
+    """Which e4m3 bytes are below zero or NaN. -0.0 is zero."""
+    return (scales & 0x7F).eq(0x7F) | scales.gt(0x80)
 
 
-def global_row_scale(where: str, global_scale: Tensor) -> Tensor:
-    """Global scales fp32 [N] -> row scales fp32 [N], exactly 2^9 times as large: packed e4m3 scales are 2^9 too small.
+def e4m3_fault(row: int, group: int, byte: int) -> str:
+    """What is wrong with an illegal_e4m3 byte."""
+    value = torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).float().item()
+    return (
+        f"scale of row {row}, group {group} is {value} (byte {byte:#04x}), expected an "
+        "e4m3 number from 0 to 448; the checkpoint is damaged or was not loaded completely"
+    )
 
-    Raises ValueError, its message started by where, for one that is not positive and finite or leaves fp32's normal
-    range.
+
+def global_row_scale(global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Global scales fp32 [N] -> (row scales fp32 [N], which are refused bool [N]).
+
+    A row scale is exactly 2^9 times as large: packed e4m3 scales are 2^9 too small. Refused are those that are not
+    positive and finite or leave fp32's normal range.
     """
-    check_global_scale(where, global_scale)
     row_scale = global_scale * float(1 << _GLOBAL_SHIFT)
-    outside = ~(row_scale.isfinite() & row_scale.ge(_TINY))
-    if bool(outside.any()):
-        found = global_scale[outside][0].item()
-        raise ValueError(
-            f"{where} global scale must be in 2^-135..2^119, where its product with 2^{_GLOBAL_SHIFT} is a normal fp32 "
-            f"number, found {found}"
-        )
-    return row_scale
+    return row_scale, ~(row_scale.isfinite() & row_scale.ge(_TINY))
 
 
-def check_global_scale(where: str, global_scale: Tensor) -> None:
-    """Raises ValueError, its message started by where, unless all of the fp32 values are positive and finite."""
-    bad = ~(global_scale.isfinite() & global_scale.gt(0))
-    if bool(bad.any()):
-        raise ValueError(f"{where} global scale must be positive and finite, found {global_scale[bad][0].item()}")
+def global_scale_fault(value: float) -> str:
+    """What is wrong with a global scale that is refused."""
+    if not 0 < value < math.inf:
+        return f"global scale must be positive and finite, found {value}"
+    return (
+        f"global scale must be in 2^-135..2^119, where its product with 2^{_GLOBAL_SHIFT} is a normal fp32 number, "
+        f"found {value}"
+    )
 
 
 def powers(offset: int) -> list[float]:

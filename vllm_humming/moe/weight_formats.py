@@ -23,13 +23,18 @@ Path = Literal["a16", "w4a8"]
 
 class PackedGroups(NamedTuple):
     """codes uint8 [N, groups, group_k/2], even k in the low nibble; scales: packed bytes uint8 [N, groups]; row_scale
-    fp32 [N]; rounding: what the weights lost.
+    fp32 [N].
+
+    refused: bool [N], rows that are not to be packed, or None where there can be none; detail: int [N], what
+    findings.Field says of them. rounding: what the weights lost, None where they never lose anything.
     """
 
     codes: Tensor
     scales: Tensor
     row_scale: Tensor
-    rounding: Rounding
+    refused: Tensor | None = None
+    detail: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True)
@@ -74,22 +79,37 @@ class WeightFormat(ABC):
         """Where the codes lie in the words of a chunk."""
         return window.codes
 
-    @abstractmethod
     def raw_scales(self, where: str, stored: Tensor) -> Tensor:
         """Contiguous scales [N, groups] in any of scale_dtypes -> their raw bytes, uint8.
 
         Raises ValueError, its message started by where, for another dtype, an fp32 value that the format does not
         hold, and a scale that no weight may have (NaN; a negative one).
         """
+        raw = self.scale_bytes_of(where, stored)
+        illegal = self.illegal_scales(raw)
+        if bool(illegal.any()):
+            row, group = illegal.nonzero()[0].tolist()
+            raise ValueError(f"{where} {self.scale_fault(row, group, int(raw[row, group]))}")
+        return raw
 
     @abstractmethod
-    def pack_groups(
-        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
-    ) -> PackedGroups:
+    def scale_bytes_of(self, where: str, stored: Tensor) -> Tensor:
+        """raw_scales without looking for scales that no weight may have; waits for the device with fp32 alone."""
+
+    @abstractmethod
+    def illegal_scales(self, raw: Tensor) -> Tensor:
+        """bool: which raw bytes no weight may have."""
+
+    @abstractmethod
+    def scale_fault(self, row: int, group: int, byte: int) -> str:
+        """The rest of a message about an illegal raw byte."""
+
+    @abstractmethod
+    def pack_groups(self, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window) -> PackedGroups:
         """Codes uint8 [N, groups, group_k/2] and raw scales [N, groups] as the container holds them.
 
-        global_scale: fp32 [N] or None, as has_global says. Raises ValueError, its message started by where, for scales
-        that the activation dtype cannot hold exactly.
+        global_scale: fp32 [N] or None, as has_global says. Rows that the activation dtype cannot hold exactly, or
+        whose global scale cannot be, are in what it returns; so they are for illegal scales, with any contents.
         """
 
     @abstractmethod
@@ -119,17 +139,19 @@ def _live(codes: Tensor) -> Tensor:
 class _Mxfp4(WeightFormat):
     """OCP Microscaling Formats v1.0: an e8m0 scale a group of 32."""
 
-    def raw_scales(self, where: str, stored: Tensor) -> Tensor:
-        raw = scales.e8m0_bytes(where, stored)
-        scales.refuse_nan(where, raw)
-        return raw
+    def scale_bytes_of(self, where: str, stored: Tensor) -> Tensor:
+        return scales.e8m0_bytes(where, stored)
 
-    def pack_groups(
-        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
-    ) -> PackedGroups:
-        packed, exponent = scales.window_scales(where, raw, _live(codes), window, self.zero_group)
+    def illegal_scales(self, raw: Tensor) -> Tensor:
+        return raw == 255
+
+    def scale_fault(self, row: int, group: int, byte: int) -> str:
+        return scales.e8m0_fault(row, group)
+
+    def pack_groups(self, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window) -> PackedGroups:
+        packed, exponent, outside, span = scales.window_scales(raw, _live(codes), window, self.zero_group)
         row_scale = scales.power_table(raw.device, torch.float32, 128).index_select(0, exponent + 128)
-        return PackedGroups(codes, packed, row_scale, Rounding(0, raw.numel(), 0.0))
+        return PackedGroups(codes, packed, row_scale, outside, span)
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.powers(window.offset)
@@ -152,11 +174,10 @@ class _Mxfp4Fp8(_Mxfp4):
     def code_layout(self, window: Window) -> CodeLayout:
         return E4M3_CODES
 
-    def pack_groups(
-        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
-    ) -> PackedGroups:
+    def pack_groups(self, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window) -> PackedGroups:
         codes, exponents, row_scale, rounding = fp8.fold_scales(codes, raw, _live(codes))
-        return PackedGroups(codes, ((exponents - fp8.LOWEST) * 8).to(torch.uint8), row_scale, rounding)
+        packed = ((exponents - fp8.LOWEST) * 8).to(torch.uint8)
+        return PackedGroups(codes, packed, row_scale, rounding=rounding)
 
     def packed_factors(self, window: Window) -> list[float]:
         return [2.0 ** (byte // 8 + fp8.LOWEST) for byte in range(256)]
@@ -172,21 +193,24 @@ class _Mxfp4Fp8(_Mxfp4):
 class _Nvfp4(WeightFormat):
     """NVIDIA's NVFP4: an e4m3 scale a group of 16, and an fp32 scale an expert and projection."""
 
-    def raw_scales(self, where: str, stored: Tensor) -> Tensor:
-        raw = scales.e4m3_bytes(where, stored)
-        scales.refuse_negative_or_nan(where, raw)
-        return raw
+    def scale_bytes_of(self, where: str, stored: Tensor) -> Tensor:
+        return scales.e4m3_bytes(where, stored)
 
-    def pack_groups(
-        self, where: str, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window
-    ) -> PackedGroups:
+    def illegal_scales(self, raw: Tensor) -> Tensor:
+        return scales.illegal_e4m3(raw)
+
+    def scale_fault(self, row: int, group: int, byte: int) -> str:
+        return scales.e4m3_fault(row, group, byte)
+
+    def pack_groups(self, codes: Tensor, raw: Tensor, global_scale: Tensor | None, window: Window) -> PackedGroups:
         assert global_scale is not None
-        row_scale = scales.global_row_scale(where, global_scale)  # first: what may raise waits for the device
+        row_scale, refused = scales.global_row_scale(global_scale)
         codes = codes * (raw & 0x7F).ne(0)[..., None]  # the packed scale of a zero is that of another number
         table = scales.packed_e4m3_table(raw.device)
         packed = table.index_select(0, raw.reshape(-1).to(torch.int32)).view_as(raw)
         packed = torch.where(_live(codes), packed, self.zero_group)
-        return PackedGroups(codes, packed, row_scale, Rounding(0, raw.numel(), 0.0))
+        # as unsigned bits
+        return PackedGroups(codes, packed, row_scale, refused, global_scale.view(torch.int32).long() & 0xFFFFFFFF)
 
     def packed_factors(self, window: Window) -> list[float]:
         return scales.packed_e4m3_values()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint tensor must be, whichever layer it belongs to. `where` starts the message of every ValueError."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from vllm_humming.moe.scales import check_global_scale
+from vllm_humming.moe.scales import global_scale_fault
 from vllm_humming.moe.weight_formats import WeightFormat
 from vllm_humming.quant_methods.schemes import TensorKind
 
@@ -36,8 +38,10 @@ def check_bias(where: str, bias: Tensor) -> None:
 
 def global_factors(where: str, stored: Tensor, *, reciprocal: bool) -> Tensor:
     """Stored global scales -> fp32 [values], what a weight is to be multiplied by; positive and finite ones only."""
-    values = stored.float().reshape(-1)
-    check_global_scale(where, values)
+    values = stored.detach().float().reshape(-1)
+    for value in values.tolist():  # one or two, which most often are on the host
+        if not 0 < value < math.inf:
+            raise ValueError(f"{where} {global_scale_fault(value)}")
     return values.reciprocal() if reciprocal else values
 
 

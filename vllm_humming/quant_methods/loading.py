@@ -5,23 +5,29 @@ The packed parameters [E, ...] are allocated once, at their final size. vLLM's m
 parameters under the checkpoint's names, whose weight_loader ends here. A checkpoint tensor is sliced for this rank and
 kept, as a view of what the loader handed over, only until the projection of its expert is complete; then that one
 expert is moved to the device, packed and let go. So device memory peaks at the packed size plus the work of packing
-one expert (a few times its size), whatever the number of experts, also for checkpoints that fuse all experts into one
-tensor (they stay in host memory until their scales and biases are there).
+one expert (its own size; where the packing runs in torch a few times as much), whatever the number of experts, also for
+checkpoints that fuse all experts into one tensor (they stay in host memory until their scales and biases are there).
+
+On a GPU the host waits for nothing meanwhile: what packing finds in the weights stays on the device, and is read once,
+when the layer's last expert has come.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_humming.moe.findings import Findings, Names, refuse, refuses, rounding_of
 from vllm_humming.moe.fp8 import Rounding
-from vllm_humming.moe.packing import PackedProjection, fitting_k, pack_expert
+from vllm_humming.moe.packing import PackedProjection, pack
 from vllm_humming.moe.quantize import nvfp4_global_scale, quantize
+from vllm_humming.moe.scales import window_of
 from vllm_humming.quant_methods import checks
 from vllm_humming.quant_methods.schemes import ExpertScheme, TensorKind
+from vllm_humming.quant_methods.staging import Staging, staging_of
 
 Projection = Literal["w13", "w2"]
 PROJECTIONS: tuple[Projection, ...] = ("w13", "w2")
@@ -96,8 +102,14 @@ class ExpertLoader:
         self.layer, self.scheme, self.shape, self.packed, self.dtype = layer, scheme, shape, packed, dtype
         self.format = scheme.weight_format
         self.touched = False
-        self.rounding = Rounding(0, 0, 0.0)  # what packing took from the weights so far
-        self._done: set[tuple[Projection, int]] = set()
+        self._device = next(iter(packed.values())).packed.device
+        # Whether packing runs beside the host: what it finds is read with the last expert, otherwise with each.
+        self.deferred = self._device.type != "cpu"
+        self._findings = Findings(len(PROJECTIONS) * shape.num_experts, self._device)
+        self._groups = 0  # scale groups packed so far
+        self._rounding: Rounding | None = None  # of all that was packed, once it was read
+        self._done: dict[tuple[Projection, int], tuple[str, ...]] = {}  # the shards that came
+        self._staging: Staging | None = None
         self._staged: dict[tuple[Projection, int], dict[_Part, Tensor]] = {}
         self._names = {kind: suffix for suffix, kind in scheme.tensors}
 
@@ -110,7 +122,8 @@ class ExpertLoader:
         for this rank here. shard None: all local experts' tensors stacked, sliced for this rank already.
         Raises ValueError naming layer, expert and tensor for a wrong shape or dtype, a scale that is NaN, negative or
         no value of the format, a global scale that is not positive and finite, a scale that the activation dtype cannot
-        hold exactly, and NaN or infinity in a dense weight or a bias.
+        hold exactly, and NaN or infinity in a dense weight or a bias. On a GPU scales and biases are refused when the
+        layer's last expert has come.
         """
         self.touched = True
         if kind == "unused":
@@ -131,8 +144,17 @@ class ExpertLoader:
         else:
             self._stage(projection, expert, part, sliced)
 
+    @property
+    def rounding(self) -> Rounding:
+        """What packing took from the weights so far. Waits for it, and raises ValueError for what load() refuses."""
+        return self._rounding or self._read()
+
     def check_complete(self) -> None:
-        """Raises ValueError that names the tensors that never came, by expert and checkpoint name."""
+        """Raises ValueError that names the tensors that never came, by expert and checkpoint name, or for what load()
+        refuses.
+        """
+        if self._rounding is None:
+            self._read()
         missing: list[str] = []
         for expert in range(self.shape.num_experts):
             for projection in PROJECTIONS:
@@ -229,9 +251,15 @@ class ExpertLoader:
         expected = self._expected(projection, staged)
         if all(part in staged for part in expected):
             del self._staged[projection, expert]
+            shards = tuple(dict.fromkeys(part.shard for part in expected))
             if self.shape.channels:
-                self._pack(projection, expert, list(dict.fromkeys(part.shard for part in expected)), staged)
-            self._done.add((projection, expert))
+                self._pack(projection, expert, shards, staged)
+            before = len(self._done)
+            self._done[projection, expert] = shards
+            if not self.deferred:
+                self._refuse(projection, expert, self._record(projection, expert).tolist())
+            elif before < len(self._done) == len(PROJECTIONS) * self.shape.num_experts:
+                self._read()
 
     def _stage_dense(self, projection: Projection, expert: int, part: _Part, sliced: Tensor, whole: Tensor) -> None:
         """Quantises this rank's slice of a dense weight and stages the result.
@@ -258,48 +286,68 @@ class ExpertLoader:
         self._stage(projection, expert, part._replace(kind="codes"), codes)
         self._stage(projection, expert, part._replace(kind="scales"), scales)
 
-    def _pack(self, projection: Projection, expert: int, shards: list[str], staged: dict[_Part, Tensor]) -> None:
+    def _record(self, projection: Projection, expert: int) -> Tensor:
+        return self._findings.records[PROJECTIONS.index(projection) * self.shape.num_experts + expert]
+
+    def _read(self) -> Rounding:
+        """Waits for the packing; raises for what it found, returns what it rounded."""
+        found = self._findings.read()
+        for index, (projection, expert) in enumerate(product(PROJECTIONS, range(self.shape.num_experts))):
+            self._refuse(projection, expert, found[index])
+        self._rounding = sum((rounding_of(one, 0) for one in found), Rounding(0, self._groups, 0.0))
+        return self._rounding
+
+    def _refuse(self, projection: Projection, expert: int, found: list[int]) -> None:
+        """Raises for what is wrong with an expert, which then counts as one that did not come."""
+        if not refuses(found):
+            return
+        shards = self._done.pop((projection, expert))
+        self._record(projection, expert).copy_(self._findings.clear)
+        where = f"{self.layer}: expert {expert}: "
+        rows = self._extent(_Part(projection, "codes"), self.shape.channels)[0]
+        bias = f"{where}{projection}_{self._name('bias')}"
+        names = Names(where + projection, bias, tuple(where + shard for shard in shards), rows)
+        refuse(found, names, self.format, window_of(self.dtype))
+
+    def _pack(self, projection: Projection, expert: int, shards: tuple[str, ...], staged: dict[_Part, Tensor]) -> None:
         destination = self.packed[projection]
-        device = destination.packed.device
-
-        def part(shard: str, kind: TensorKind) -> Tensor:
-            tensor = _moved(staged[_Part(shard, kind)], device)
-            if kind == "scales":
-                # Bytes before gate and up are joined: each may have its own dtype, and errors name the one they are in.
-                return self.format.raw_scales(f"{self.layer}: expert {expert}: {shard}", tensor.contiguous())
-            return tensor.view(torch.uint8) if kind == "codes" else tensor
-
-        def joined(kind: TensorKind) -> Tensor:
-            parts = [part(shard, kind) for shard in shards]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        codes, scales = joined("codes"), joined("scales")
-        bias = joined("bias").float() if self.shape.has_bias else None
-        if bias is not None:
-            checks.check_bias(f"{self.layer}: expert {expert}: {projection}_{self._name('bias')}", bias)
-        global_scale = None
+        self._rounding = None
+        groups = [[staged[_Part(shard, "codes")].view(torch.uint8) for shard in shards]]
+        # Bytes before gate and up are joined: each may have its own dtype, and errors name the one they are in.
+        groups.append([self._raw(expert, shard, staged) for shard in shards])
         if self.format.has_global:
-            values = [self._global_values(expert, shard, staged).to(device) for shard in shards]
-            global_scale = self._row_globals(torch.cat(values), codes.shape[0])
-        # The packed K is that of a full shard, or of a hidden size that an all-to-all backend moves; zero codes stand
-        # for the channels that this rank or the checkpoint does not have.
-        k = fitting_k(destination, self.shape.shard if projection == "w2" else self.shape.hidden)
-        if short := k - 2 * codes.shape[1]:
-            codes = F.pad(codes, (0, short // 2))
-            scales = F.pad(scales, (0, short // self.format.group_k), value=self.format.one)
-        self.rounding += pack_expert(
+            rows = sum(codes.shape[0] for codes in groups[0])
+            values = torch.cat([self._global_values(expert, shard, staged) for shard in shards])
+            groups.append([self._row_globals(values, rows)])
+        if self.shape.has_bias:
+            groups.append([staged[_Part(shard, "bias")].float() for shard in shards])
+        codes, scales, *rest = self._joined(groups)
+        self._groups += scales.numel()
+        # K may be less than that of a full shard, or of a hidden size that an all-to-all backend moves: packing pads.
+        pack(
             destination,
             expert,
             codes,
             scales,
-            bias,
-            global_scale=global_scale,
+            rest.pop() if self.shape.has_bias else None,
+            rest.pop() if self.format.has_global else None,
+            self._record(projection, expert),
             gated=projection == "w13" and self.shape.gated,
-            gate_up="interleaved" if self.shape.interleaved else "packed",
+            interleaved=self.shape.interleaved,
             dtype=self.dtype,
-            layer=self.layer,
-            tensor=projection,
         )
+
+    def _joined(self, groups: list[list[Tensor]]) -> list[Tensor]:
+        """Each group's tensors one below the other, contiguous, on the device."""
+        if self.deferred and all(tensor.device.type == "cpu" for group in groups for tensor in group):
+            self._staging = self._staging or staging_of(self._device)
+            return self._staging.bring(groups)
+        moved = [[_moved(tensor, self._device) for tensor in group] for group in groups]
+        return [group[0].contiguous() if len(group) == 1 else torch.cat(group) for group in moved]
+
+    def _raw(self, expert: int, shard: str, staged: dict[_Part, Tensor]) -> Tensor:
+        stored = staged[_Part(shard, "scales")]
+        return self.format.scale_bytes_of(f"{self.layer}: expert {expert}: {shard}", stored)
 
     def _global_values(self, expert: int, shard: str, staged: dict[_Part, Tensor]) -> Tensor:
         """The fp32 factors of one checkpoint tensor, [1] or, for gate and up in one, [2]."""
