@@ -210,3 +210,15 @@ def test_the_table_is_what_is_compiled():
         assert tile.blocks == int(match["warpgroups"]) * int(match["blocks"])
         assert tile.ctas == int(match["ctas"])
         assert tile.sorted_tokens == (match["tokens"] == "kSorted")
+
+
+def test_a_pair_tile_is_not_picked_for_a_k_that_its_launch_cannot_keep_running():
+    """csrc/moe/tile_instance.cuh launches a cluster for every tile where a tile is no longer than the ring of stages."""
+    pair = next(index for index, tile in enumerate(schedule.TILES) if tile.cluster > 1)
+    stages = int(
+        re.search(r"PairConfig<F, Widths<[\d, ]+>, (\d+), \d+>", (CSRC / "tiles/tile_f8_256x256.cu").read_text())[1]
+    )
+    assert schedule.TILES[pair].least_k == 128 * (stages + 1)
+    for k in (512, 2048):
+        picked = {schedule.select_gemm(rows, 32, 6144, k, "w4a8") for rows in range(1024, 65536, 512)}
+        assert (pair in picked) == (k == 2048)

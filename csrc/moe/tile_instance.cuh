@@ -28,9 +28,14 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
     const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
     map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
   }
-  const int grid = int(std::min<int64_t>(most_tiles, int64_t(multiprocessors()) * C::kCtas / kCluster)) * kCluster;
+  int64_t at_once = int64_t(multiprocessors()) * C::kCtas / kCluster;
+  if constexpr (kCluster > 1) {
+    // The first CTA tells the second its tiles through two mailboxes. It may be a ring of stages ahead, so a tile must be longer; else one tile a cluster.
+    if (p.k_blocks <= C::kStages) at_once = most_tiles;
+  }
+  const int64_t grid = std::min(most_tiles, at_once) * kCluster;
   if (most_tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
-  launch<kCluster>(kernel, grid, C::kThreads, C::kSharedBytes, stream, p, map);
+  launch<kCluster>(kernel, int(grid), C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
 // Config<F>: the tile's configuration for a weight format. Each tile's has a name of its own: it is part of the linker's name of launch().

@@ -45,7 +45,7 @@ class Tile:
 
     `cycles[i]`: the time of one 64 x 128 weight chunk at `widths[i]` on what runs the tile, an SM or a cluster of
     `cluster` SMs. `sorted_tokens`: the up GEMM reads a sorted copy of the tokens, of `token_bytes` an element. `path`:
-    "a16" (activations of 16 bits) or "w4a8".
+    "a16" (activations of 16 bits) or "w4a8". `least_k`: it is not picked for a shorter K.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Tile:
     path: Path = "a16"
     token_bytes: int = 2
     cluster: int = 1
+    least_k: int = 0
 
     @property
     def at_once(self) -> int:
@@ -119,7 +120,7 @@ TILES = (
     Tile("f8-256x16", 4, 2, True, (8, 16), (188, 188), "w4a8", 1),
     Tile("f8-256x64", 4, 1, True, (16, 32, 48, 64), (206, 236, 284, 367), "w4a8", 1),
     Tile("f8-256x96", 4, 1, True, (48, 64, 80, 96), (295, 330, 350, 434), "w4a8", 1),
-    Tile("f8-256x256", 4, 1, True, (64, 128, 192, 256), (228, 285, 350, 415), "w4a8", 1, cluster=2),
+    Tile("f8-256x256", 4, 1, True, (64, 128, 192, 256), (228, 285, 350, 415), "w4a8", 1, cluster=2, least_k=640),
 )
 
 
@@ -329,7 +330,9 @@ def recorded(num_experts: int, n: int, k: int, mean: float, path: Path) -> int |
 def _cheapest(table: dict[int, Expected], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
     """The recorded tile of that GEMM, else the one that costs least."""
     record = recorded(num_experts, n, k, mean, path)
-    return min(table, key=lambda index: table[index].us) if record is None else record
+    if record is not None:
+        return record
+    return min((index for index in table if TILES[index].least_k <= k), key=lambda index: table[index].us)
 
 
 def _positive(text: str) -> int:
