@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What loading leaves to a GPU: deferred findings, staged host tensors, and how little the host does for an expert."""
 
+import random
 import threading
+import time
 from collections import Counter
 from weakref import WeakValueDictionary
 
@@ -268,6 +270,91 @@ def test_an_error_in_a_copying_thread_is_raised(monkeypatch):
     monkeypatch.setattr(staging.np, "copyto", fails)
     with pytest.raises(MemoryError, match="no page"):
         stage.bring([[torch.zeros((4, 16), dtype=torch.uint8)]])
+
+
+@pytest.mark.parametrize("fault", ["a copy", "a thread"])
+def test_no_thread_copies_on_after_an_error(monkeypatch, fault):
+    """The next call fills the same slots, and what was to be copied may be gone by then."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(staging, "_SHARE", 1)
+    stage, copyto = Staging(CPU, 1 << 10), staging.np.copyto
+    old, new = (torch.full((4, 16), value, dtype=torch.uint8) for value in (1, 2))
+    begun, ended = threading.Event(), []
+
+    def slow(part, source):
+        if fault == "a copy" and source.ctypes.data == old.data_ptr():
+            assert begun.wait(10)
+            raise MemoryError("no page")
+        begun.set()
+        time.sleep(0.2)
+        copyto(part, source)
+        ended.append(source)
+
+    submit = stage._pool.submit
+
+    def submit_once(*args):
+        if fault == "a thread" and stage._copies:
+            assert begun.wait(10)
+            raise RuntimeError("can't start new thread")
+        return submit(*args)
+
+    monkeypatch.setattr(staging.np, "copyto", slow)
+    monkeypatch.setattr(stage._pool, "submit", submit_once)
+    with pytest.raises((MemoryError, RuntimeError), match="no page|can't start"):
+        stage.bring([[old]])
+    assert len(ended) == 1
+    monkeypatch.setattr(staging.np, "copyto", copyto)
+    assert torch.equal(stage.bring([[new]])[0], new)
+
+
+def test_without_pinned_memory_there_is_a_warning(monkeypatch):
+    empty, warned = torch.empty, []
+
+    def refuses(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    monkeypatch.setattr(staging.logger, "warning", lambda message, *args: warned.append(message % args))
+    slots = staging._two_slots(16 << 20, pinned=True)
+    assert [slot.nbytes for slot in slots] == [16 << 20] * 2
+    (message,) = warned
+    assert message.startswith("no 32 MiB of pinned host memory (CUDA error: out of memory)")
+
+
+def test_what_has_no_bytes_is_brought_too():
+    stage = Staging(CPU, 64)
+    byte = torch.arange(40, dtype=torch.uint8).view(2, 20)
+    found = stage.bring([[torch.empty(0, 5)], [torch.empty(3, 0), torch.empty(2, 0)], [byte], [byte[:0], byte[1:]]])
+    assert [tuple(tensor.shape) for tensor in found] == [(0, 5), (5, 0), (2, 20), (1, 20)]
+    assert torch.equal(found[2], byte)
+    assert torch.equal(found[3], byte[1:])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_layers_may_come_interleaved(monkeypatch, seed):
+    """Tensors of two layers in any order, some twice, through slots smaller than a projection."""
+    monkeypatch.setattr(staging, "_STAGINGS", WeakValueDictionary())
+    monkeypatch.setattr(staging, "_SHARE", 1 << 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    layers = [deferred(CT_MXFP4, SIZES, name=f"model.layers.{i}.mlp.experts") for i in range(2)]
+    experts = [Experts(SIZES, seed=i) for i in range(2)]
+    stage = staging._STAGINGS[CPU] = Staging(CPU, 1 << 10)
+    calls = [
+        (layer, f"{projection}_{suffix}", weights.tensor(kind, projection, expert, shard), shard, expert)
+        for layer, weights in zip(layers, experts, strict=True)
+        for projection, shard in (("w13", "w1"), ("w13", "w3"), ("w2", "w2"))
+        for suffix, kind in (("weight_packed", "codes"), ("weight_scale", "scales"))
+        for expert in range(SIZES.experts)
+    ]
+    random.Random(seed).shuffle(calls)
+    for call in calls + calls[:20]:
+        load_one(*call)
+    assert all(layer.quant_method._loader._staging is stage for layer in layers)
+    for layer, weights in zip(layers, experts, strict=True):
+        finish(layer)
+        check_layer(layer, weights)
 
 
 def test_slots_and_what_lands_are_bounded():

@@ -163,7 +163,7 @@ def test_pack_rows_is_what_pack_expert_does(gate_up):
 
 def test_import_needs_torch_only():
     code = (
-        "import sys, vllm_humming.ops, vllm_humming.moe.quantize; "
+        "import sys, vllm_humming.ops, vllm_humming.moe.quantize, vllm_humming.quant_methods.loading; "
         "assert 'vllm' not in sys.modules, 'vllm was imported'; "
         "import torch; assert not torch.cuda.is_initialized()"
     )

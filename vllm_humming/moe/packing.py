@@ -354,10 +354,10 @@ def _checked_inputs(
     if codes.dim() != 2 or codes.shape[1] % (group // 2):
         raise ValueError(f"{where} codes must be [N, K/2] with K a multiple of {group}, found {tuple(codes.shape)}")
     n, in_features = codes.shape[0], codes.shape[1] * 2
-    if padded_k(in_features) != k or n > rows or (gated and n % 2):
-        even = "an even number of" if gated else "any"
+    if padded_k(in_features) != k or not 0 < n <= rows or (gated and n % 2):
+        even = "an even number of rows" if gated else "rows"
         raise ValueError(
-            f"{where} codes must have {even} rows up to {rows} and K in {k - CHUNK_K + group}..{k}, "
+            f"{where} codes must have {even}, 1 to {rows}, and K in {k - CHUNK_K + group}..{k}, "
             f"found N = {n}, K = {in_features}"
         )
     if tuple(scales.shape) != (n, in_features // group):

@@ -180,11 +180,12 @@ def _makespan(tiles: list[tuple[float, float]], at_once: int, least: float) -> f
     it is done with one. least: what time with hardly any CTAs busy, after the first tile, counts; they run faster."""
     free = [(0.0, float(at_once))]  # CTAs by the time when they are free, ascending
     for duration, number in tiles:
-        if free[-1][0] - free[0][0] <= duration:  # whole rounds keep the order
-            rounds = number // at_once
-            number -= rounds * at_once
-            free = [(time + rounds * duration, ctas) for time, ctas in free]
         while number > 1e-6:
+            if number >= at_once and free[-1][0] - free[0][0] <= duration:  # whole rounds keep the order
+                rounds = number // at_once
+                number -= rounds * at_once
+                free = [(time + rounds * duration, ctas) for time, ctas in free]
+                continue
             start, ctas = free[0]
             taken = min(number, ctas)
             number -= taken

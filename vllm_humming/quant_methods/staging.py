@@ -9,6 +9,7 @@ The threads are not torch's, whose teams are as large as the machine and wait fo
 where something else runs.
 """
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -17,6 +18,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(f"vllm.{__name__}")  # compat.logger without vLLM: this module does not need it
 
 SLOT_BYTES = 16 << 20  # of pinned memory, twice; one expert's w13 of 7168 x 2048 fits one
 COPY_THREADS = 4  # at most; one where torch is told to use one, as vLLM's workers of a parallel engine are
@@ -29,12 +32,11 @@ class Staging:
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         self.device, self.slot_bytes = device, slot_bytes - slot_bytes % _ALIGNMENT
-        size, on_gpu = self.slot_bytes, device.type == "cuda"
-        self._slots = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for _ in range(2)]
+        on_gpu = device.type == "cuda"
+        self._slots = _two_slots(self.slot_bytes, pinned=on_gpu)
         self._taken = [torch.cuda.Event() if on_gpu else None for _ in self._slots]  # what a slot held is on the GPU
-        threads = min(COPY_THREADS, torch.get_num_threads())
-        self._pool = ThreadPoolExecutor(threads, "vllm-humming-copies") if threads > 1 else None
-        self._shares = threads
+        self._shares = min(COPY_THREADS, torch.get_num_threads())
+        self._pool = _copiers(self._shares)
         self._copies: list[Future[None]] = []
         self._landing = torch.empty(0, dtype=torch.uint8, device=device)
         self._slot = 0
@@ -43,7 +45,7 @@ class Staging:
         """Each group's host tensors [rows, ..] of one dtype and otherwise one shape, joined, on the device.
 
         What comes back holds until the next call, of which the current stream makes sure: use it there. Rows must be
-        smaller than a slot.
+        smaller than a slot. When this returns or raises, nothing reads the host tensors any more.
         """
         places, end = [], 0
         for group in groups:
@@ -54,11 +56,15 @@ class Staging:
         if end > self._landing.numel():
             self._landing = torch.empty(end, dtype=torch.uint8, device=self.device)
         self._start_at(0)
-        for place, group in zip(places, groups, strict=True):
-            self._next = place
-            for tensor in group:
-                self._write(tensor)
-        self._send()
+        try:
+            for place, group in zip(places, groups, strict=True):
+                self._next = place
+                for tensor in group:
+                    self._write(tensor)
+            self._send()
+        except BaseException:
+            self._stop()
+            raise
         joined = []
         for place, group in zip(places, groups, strict=True):
             shape = (sum(tensor.shape[0] for tensor in group), *group[0].shape[1:])
@@ -67,7 +73,7 @@ class Staging:
         return joined
 
     def _write(self, tensor: Tensor) -> None:
-        rows = tensor.shape[0]
+        rows = tensor.shape[0] if tensor.nbytes else 0
         row_bytes = tensor.nbytes // rows if rows else 0
         first = 0
         while first < rows:
@@ -105,6 +111,13 @@ class Staging:
         for copy in copies:
             copy.result()
 
+    def _stop(self) -> None:
+        """After an error: no thread may go on writing to a slot that the next call fills, nor reading its source."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = _copiers(self._shares)
+        self._copies = []
+
     def _send(self) -> None:
         """Has the GPU take what lies in the slot; afterwards the other one may be written."""
         self._finish()
@@ -120,6 +133,20 @@ class Staging:
         """The next slot begins with what lands there. It keeps the alignment that things have on the device."""
         self._start = self._next = place
         self._base = place - place % _ALIGNMENT
+
+
+def _two_slots(size: int, *, pinned: bool) -> list[Tensor]:
+    try:
+        return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+    except RuntimeError as error:  # a limit on locked memory
+        if not pinned:
+            raise
+        logger.warning("no %d MiB of pinned host memory (%s): weights load more slowly", 2 * size >> 20, error)
+        return _two_slots(size, pinned=False)  # copies from it wait for the bus
+
+
+def _copiers(number: int) -> ThreadPoolExecutor | None:
+    return ThreadPoolExecutor(number, "vllm-humming-copies") if number > 1 else None
 
 
 _STAGINGS: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
