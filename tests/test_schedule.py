@@ -213,7 +213,7 @@ def test_the_table_is_what_is_compiled():
 
 
 def test_a_pair_tile_is_not_picked_for_a_k_that_its_launch_cannot_keep_running():
-    """csrc/moe/tile_instance.cuh launches a cluster for every tile where a tile is no longer than the ring of stages."""
+    """csrc/moe/tile_instance.cuh launches a cluster a tile where a tile is no longer than the ring of stages."""
     pair = next(index for index, tile in enumerate(schedule.TILES) if tile.cluster > 1)
     stages = int(
         re.search(r"PairConfig<F, Widths<[\d, ]+>, (\d+), \d+>", (CSRC / "tiles/tile_f8_256x256.cu").read_text())[1]
