@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) pair_kernel(const __grid_const
       ptx::mbarrier_init(s.amax_full + i * 8, 1);
       ptx::mbarrier_init(s.amax_empty + i * 8, 1);
     }
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(s.next_full + i * 8, 1);
+    for (int i = 0; i < C::kMail; ++i) ptx::mbarrier_init(s.next_full + i * 8, 1);
     ptx::mbarrier_init_fence();
   }
   ptx::cluster_barrier();                                          // no copy or arrival may reach a CTA that is not ready

@@ -7,13 +7,12 @@
 
 namespace vllm_humming::gemm {
 
-// Takes tiles for the cluster: the first CTA draws, the other is told. Two places for that are enough: a third tile is drawn when the first
-// has left a buffer of the ring of tile infos, long after both CTAs' loaders began it.
+// Takes tiles for the cluster: the first CTA draws, the other is told.
 template <typename C, Stage S, typename Tiles>
 __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairShared& s, int lane, int rank, const Tiles& tiles) {
   const int total = tiles.total() * p.column_tiles, clusters = gridDim.x / 2;
   Ring<C::kInfos> infos;
-  Ring<2> mail;
+  Ring<C::kMail> mail;
   for (int t = blockIdx.x / 2; t < total;) {
     publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), (t % p.column_tiles * 2 + rank) * C::kTileBlocks, lane);
     infos.next();
@@ -110,7 +109,7 @@ __device__ __forceinline__ void decode_stages(const GemmParams& p, const PairSha
             ptx::store_shared_4((to ^ ((2 * step + i / 2) << 4)) + b * (kBlockRows * kBlockK) + i % 2 * (8 * kBlockK), a[i]);
         }
       }
-      ptx::fence_async_shared();
+      ptx::async_proxy_fence();
       __syncwarp();
       if (lane == 0) {
         ptx::mbarrier_arrive(s.decoded_full + out.at * 8);

@@ -41,16 +41,19 @@ struct PairConfig {
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   static constexpr int kAmaxBytes = kBlocks * 16 * 4;            // a consumer warp
   static constexpr int kWarps = kConsumers / 32;
-  static constexpr int kBarriers = 2 * (Stages + Decoded + kInfos + kWarps) + 2;
+  // Tile numbers on their way to the second CTA. While it has not read one it works on the tile before at most, and the first CTA's loaders are no
+  // more than a ring of stages ahead of it, which is a ring of tiles where K is short and no copy of the second CTA's is waited for.
+  static constexpr int kMail = Stages + 2;
+  static constexpr int kBarriers = 2 * (Stages + Decoded + kInfos + kWarps) + kMail;
   static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + Decoded * kDecodedBytes + kWarps * (kStoreBytes + kAmaxBytes) +
-                                      kInfos * kInfoBytes + kBarriers * 8 + 16;
+                                      kInfos * kInfoBytes + kBarriers * 8 + kMail * 4;
 };
 
 namespace gemm {
 
 struct PairShared : Shared {
   uint32_t decoded, decoded_full, decoded_empty, amax_full, amax_empty;
-  uint32_t next, next_full;  // int [2]: tiles that the first CTA's scheduler has taken for both, and their barriers
+  uint32_t next, next_full;  // int [kMail]: tiles that the first CTA's scheduler has taken for both, and their barriers
 };
 
 template <typename C>
@@ -73,7 +76,7 @@ __device__ __forceinline__ PairShared carve_pair(uint32_t base) {
   s.amax_full = s.info_empty + C::kInfos * 8;
   s.amax_empty = s.amax_full + C::kWarps * 8;
   s.next_full = s.amax_empty + C::kWarps * 8;
-  s.next = s.next_full + 16;
+  s.next = s.next_full + C::kMail * 8;
   return s;
 }
 
