@@ -241,6 +241,21 @@ def layouts_group(report: Report, args: argparse.Namespace) -> None:
         report.end()
 
 
+def short_group(report: Report, args: argparse.Namespace) -> None:
+    """Many small tiles of one to five blocks of K, fewer than a ring of stages: what runs ahead here runs tiles ahead
+    (the two CTAs of a pair tile also of each other, where a tile's tokens are one box of 32: csrc/moe/pair/)."""
+    fmt, device = args.format, args.device
+    n = 256 if device == "cpu" else 8192  # the widest tiles: more of them than CTAs
+    report.begin("short K, small tiles")
+    for k in range(128, 768, 128):
+        w = make_weights(n, k, EXPERTS, fmt, torch.bfloat16, device, bias=True)
+        for tile, counts in product(tiles_for(args), ([1, 32, 9, 31, 2, 17, 25], [33, 1, 64, 2, 65, 3, 32])):
+            case = make_case(GemmLayout.CONTIGUOUS, counts, n, k, device)
+            label = f"{schedule.TILES[tile].name} K={k} {counts}"
+            report.case(label, lambda w=w, c=case, t=tile: check_case(w, GemmLayout.CONTIGUOUS, c, t, None))
+    report.end()
+
+
 def plain_group(report: Report, args: argparse.Namespace) -> None:
     """One expert without groups, and the same rows as groups, bit for bit."""
     fmt, device = args.format, args.device
@@ -450,6 +465,7 @@ def back_to_back_group(report: Report, args: argparse.Namespace) -> None:
 
 GROUPS = {
     "layouts": layouts_group,
+    "short": short_group,
     "plain": plain_group,
     "batched": batched_group,
     "graphs": graphs_group,
