@@ -14,13 +14,14 @@ group of 16 multiplied in and rounded, under a factor a row: a power of two, or 
 least squared error.
 
 Errors are relative Frobenius norms against float64 with the format's dequantised weights: `plain`, with unquantised
-activations; `worst`, the same of the worst token; `kept`, with x and h quantised as in the mode (changed weights change
-h, so that it rounds otherwise: that is in `kept`, too). `changed` is the share of weights that became others, `by` the
-norm of the change over that of the weights.
+activations; `token`, the root mean square of each token's own (trained models have tokens with outputs ten times as
+large as most, which make up `plain`); `worst`, the worst token's; `kept`, as `plain` with x and h quantised as in the
+mode (changed weights change h, so that it rounds otherwise: that is in `kept`, too). `changed` is the share of weights
+that became others, `by` the norm of the change over that of the weights.
 
 Inputs: `normal`; `outliers`, normal with one channel in 128 (--outlier-factor) times as large; `tinymath`, what the six
-MoE layers of the trained model read on its held-out problems (needs transformers), for which a row holds the root mean
-square over the layers, and the worst token of all.
+MoE layers of the trained model read on its held-out problems (needs transformers), for which a row holds root mean
+squares over the layers, the worst token of all and the mean share.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ MODEL = ROOT / "evals" / "tinymath" / "model"
 MX_GROUP = 32
 FACTORS_AN_OCTAVE = 32
 INPUTS = ("normal", "outliers", "tinymath")
+ERRORS = ("plain", "token", "worst", "kept")
+HEADINGS = "".join(f"{name:>9}" for name in (*ERRORS, "changed", "by"))
 
 
 class Quantised(NamedTuple):
@@ -229,6 +232,7 @@ class Measured(NamedTuple):
     """One layer in one mode; module docstring."""
 
     plain: float
+    token: float
     worst: float
     kept: float
     changed: float
@@ -255,6 +259,7 @@ def measure(layer: Layer, mode: Mode) -> Measured:
     changed = changes.abs() > 2.0**-40 * exact.abs()
     return Measured(
         float((found - plain).norm() / plain.norm()),
+        float(tokens.square().mean().sqrt()),
         float(tokens.max()),
         float((found - kept).norm() / kept.norm()),
         float(changed.double().mean()),
@@ -268,8 +273,8 @@ def combined(parts: list[Measured]) -> Measured:
     def rms(values: list[float]) -> float:
         return math.sqrt(sum(value**2 for value in values) / len(values))
 
-    plain, worst, kept, changed, by = (list(column) for column in zip(*parts, strict=True))
-    return Measured(rms(plain), max(worst), rms(kept), sum(changed) / len(changed), rms(by))
+    plain, token, worst, kept, changed, by = (list(column) for column in zip(*parts, strict=True))
+    return Measured(rms(plain), rms(token), max(worst), rms(kept), sum(changed) / len(changed), rms(by))
 
 
 def random_layer(args: argparse.Namespace, outliers: float) -> Layer:
@@ -363,10 +368,10 @@ def main(argv: list[str] | None = None) -> None:
     found: list[dict[str, Any]] = []
     for record in results(args):
         if not found or found[-1]["input"] != record["input"]:
-            about = f"{record['layers']} layers, {record['tokens']} tokens, largest of a token {record['peak']:.1f} rms"
-            print(f"\n{record['input']}: {about}\n{'':40}{'plain':>9}{'worst':>9}{'kept':>9}{'changed':>9}{'by':>9}")
+            about = f"layers {record['layers']}, tokens {record['tokens']}, largest of a token {record['peak']:.1f} rms"
+            print(f"\n{record['input']}: {about}\n{'':40}{HEADINGS}")
         found.append(record)
-        errors = "".join(f"{record[name]:>9.2e}" for name in ("plain", "worst", "kept"))
+        errors = "".join(f"{record[name]:>9.2e}" for name in ERRORS)
         print(f"{record['mode']:40}{errors}{record['changed']:>9.1%}{record['by']:>9.1e}", flush=True)
     if args.out:
         said = surroundings() | {"command": argv or sys.argv[1:], "results": found}

@@ -53,7 +53,8 @@ def test_command_measures_what_the_reference_path_does(name, tmp_path, capsys):
         rounded = "in e4m3" in mode
         assert (record["changed"] > 0.1) == rounded
         assert (record["kept"] > 4e-3) == rounded  # W4A8's bound for the arithmetic alone
-        assert record["plain"] < record["worst"] < 0.3
+        assert max(record["plain"], record["token"]) < record["worst"] < 0.3
+        assert record["token"] == pytest.approx(record["plain"], rel=0.6)  # tokens of like size
     by_two, best = (record["by"] for mode, record in records.items() if "in e4m3" in mode)
     assert 0 < best < by_two < 0.0625  # half a step of e4m3
 
