@@ -2,8 +2,8 @@
 """Times the routed-experts op as a CUDA-graph replay over rotating weight sets; needs torch and the kernels, not vLLM.
 
 usage: PYTHONPATH=. python3 benchmarks/layer.py [--shapes ...] [--ms ...] [--routing ...] [--dtype bf16|fp16]
-           [--fmt mxfp4|nvfp4|mxfp4_fp8] [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--peers FILE ...] [--label TEXT]
-           [--out FILE]
+           [--fmt mxfp4|nvfp4|mxfp4_fp8] [--tiles UP,DOWN] [--sweep-tiles [pairs]] [--candidates TILE ...]
+           [--library FILE] [--peers FILE ...] [--label TEXT] [--out FILE]
 Prints a table and, with --out, appends one JSON line a point. benchmarks/README.md states the protocol.
 """
 
@@ -66,6 +66,13 @@ class Layer:
     @property
     def path(self) -> str:
         return WEIGHT_FORMATS[self.fmt].path
+
+
+def load_library(path: Path | None) -> None:
+    """Loads the package's kernels, or those of another build; one of them a process."""
+    if path:
+        ops.LIBRARY_PATH = path.resolve()
+    ops.load_kernels()
 
 
 def launcher(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], tiles: tuple[int, int]) -> tuple[Callable, Tensor]:
@@ -204,10 +211,11 @@ def tile_pair(text: str) -> tuple[int, int]:
     return tile_index(up), tile_index(down or up)
 
 
-def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool) -> list[dict[str, Any]]:
-    """Every tile for each GEMM beside the selected tile of the other (or every pair), then the best of both."""
+def sweep(layer: Layer, tokens: int, routing: str, every_pair: bool, candidates: list[int]) -> list[dict[str, Any]]:
+    """Every candidate (none: every tile) for each GEMM beside the selected tile of the other, or every pair of them;
+    then the best of both."""
     chosen = schedule.select(*layer.sizes(tokens), path=layer.path)
-    every = schedule.tiles_of(layer.path)
+    every = [tile for tile in schedule.tiles_of(layer.path) if not candidates or tile in candidates]
     if every_pair:
         return [measure(layer, tokens, routing, pair) for pair in product(every, every)]
     ups = {t: measure(layer, tokens, routing, (t, chosen[1])) for t in every}
@@ -231,12 +239,23 @@ def main() -> int:
         choices=["each", "pairs"],
         help="time every tile for each GEMM beside the selected one of the other, or every pair",
     )
+    parser.add_argument(
+        "--candidates",
+        nargs="+",
+        type=tile_index,
+        default=[],
+        metavar="TILE",
+        help="sweep these alone, by name or index",
+    )
+    parser.add_argument("--library", type=Path, help="kernels to load instead of the package's")
     parser.add_argument("--peers", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines to print beside")
     parser.add_argument("--label", default="vllm-humming")
     parser.add_argument("--out", type=Path, help="append one JSON line a point")
     args = parser.parse_args()
+    if any(tile not in schedule.tiles_of(WEIGHT_FORMATS[args.fmt].path) for tile in args.candidates):
+        parser.error(f"--candidates: not all of them are tiles for {args.fmt}")
     require_gpu()
-    ops.load_kernels()
+    load_library(args.library)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     peers = read_peers(args.peers, args.fmt)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.fmt.upper()} x {args.dtype}")
@@ -257,7 +276,7 @@ def main() -> int:
             records.append(chosen)
             points = [chosen]
             if args.sweep_tiles:
-                points += sweep(layer, tokens, routing, args.sweep_tiles == "pairs")
+                points += sweep(layer, tokens, routing, args.sweep_tiles == "pairs", args.candidates)
                 for point in sorted(points[1:], key=lambda p: p["us"]):
                     print(f"{'':<30}{point['us']:>9.1f}  x{chosen['us'] / point['us']:.2f}  {' '.join(point['tiles'])}")
             if args.out:

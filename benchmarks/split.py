@@ -2,7 +2,7 @@
 """What each kernel adds to the time of a routed-experts layer; needs torch and the kernels, not vLLM.
 
 usage: PYTHONPATH=. python3 benchmarks/split.py [--shapes ...] [--ms ...] [--routing KIND] [--dtype bf16|fp16]
-           [--fmt mxfp4|nvfp4|mxfp4_fp8] [--library FILE]
+           [--fmt mxfp4|nvfp4|mxfp4_fp8] [--tiles UP,DOWN] [--library FILE]
 One line a point, in microseconds, kernels in the order in which they end. A kernel starts before the one ahead has
 ended and its duration includes that wait, so what counts is how much later it ends than the one ahead: the median over
 all layers of the replays (the first of a layer: since the layer before; layers as in layer.py). Tracing costs a little:
@@ -16,12 +16,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from layer import Layer, launcher
+from layer import Layer, launcher, load_library, tile_pair
 from protocol import REPLAYS, SHAPES, captured, require_gpu
 from routing import ROUTINGS
 from torch.profiler import ProfilerActivity, profile
 
-from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
@@ -48,8 +47,10 @@ def steps(events: list[tuple[str, float]], layers: int) -> list[tuple[str, float
     return [(name, median(times)) for name, times in zip(names, added, strict=True)]
 
 
-def measure(layer: Layer, tokens: int, routing: str) -> list[tuple[str, float]]:
-    run, _ = launcher(layer, layer.batch(tokens, routing), schedule.select(*layer.sizes(tokens), path=layer.path))
+def measure(layer: Layer, tokens: int, routing: str, tiles: tuple[int, int] | None) -> list[tuple[str, float]]:
+    """tiles: of the up and the down GEMM; None: the selected ones."""
+    tiles = tiles or schedule.select(*layer.sizes(tokens), path=layer.path)
+    run, _ = launcher(layer, layer.batch(tokens, routing), tiles)
     run()
     torch.cuda.synchronize()
     replay = captured(run)
@@ -71,17 +72,16 @@ def main() -> int:
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--fmt", choices=list(WEIGHT_FORMATS), default="mxfp4")
+    parser.add_argument("--tiles", type=tile_pair, metavar="UP,DOWN", help="force these tiles, by name or index")
     parser.add_argument("--library", type=Path, help="kernels to load instead of the package's")
     args = parser.parse_args()
     require_gpu()
-    if args.library:
-        ops.LIBRARY_PATH = args.library.resolve()
-    ops.load_kernels()
+    load_library(args.library)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.fmt.upper()} x {args.dtype}")
     for name in args.shapes:
         layer = Layer(name, {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype], args.fmt)
         for tokens in args.ms:
-            parts = measure(layer, tokens, args.routing)
+            parts = measure(layer, tokens, args.routing, args.tiles)
             line = "  ".join(f"{kernel} {us:.1f}" for kernel, us in parts)
             print(f"{name:<14} {tokens:>6}  {line}  = {sum(us for _, us in parts):.1f}", flush=True)
         del layer

@@ -13,6 +13,18 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
+def test_candidates_of_a_sweep_must_run_the_format():
+    root = BENCHMARKS.parent
+    done = subprocess.run(
+        [sys.executable, f"{BENCHMARKS}/layer.py", "--fmt", "mxfp4_fp8", "--sweep-tiles", "--candidates", "64x16"],
+        env={"PYTHONPATH": str(root), "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "not all of them are tiles for mxfp4_fp8" in done.stderr
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """protocol and routing, imported the way the scripts import them."""
