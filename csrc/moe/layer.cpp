@@ -61,8 +61,8 @@ void reduce(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t toke
   launch_reduce(e.dtype, r, stream);
 }
 
-// Whether the GEMMs do without the routing. That saves a kernel, about 2 us; but the up GEMM's tiles are then dealt, which costs more the more of them
-// a CTA runs. Whole layers in us, with routing -> without, by most up tiles over CTAs at once (MXFP4, H200, the tiles that schedule.py picks): 0.4
+// Whether the GEMMs do without the routing. That saves a kernel, about 2 us; but the up GEMM's tiles are then dealt, which costs more the more of
+// them a CTA runs. Whole layers in us, with routing -> without, by most up tiles over CTAs at once (MXFP4, H200, the tiles that schedule.py picks): 0.4
 // 18.0 -> 15.5, 0.7 22.0 -> 19.9, 0.9 31.4 -> 29.5, 1.0 57.8 -> 56.6, 1.5 37.5 -> 33.4, 1.9 53.2 -> 51.5 and 42.7 -> 40.6; 2.9 65.8 -> 71.8 (and
 // 48.1 -> 46.7), 3.7 65.3 -> 67.3.
 bool few_entries(const LayerArgs& a) {

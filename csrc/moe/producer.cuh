@@ -242,7 +242,8 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     if (warp == 1) ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
     if (warp == 1) {
-      for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
+      for_each_stage<C>(
+          p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
     } else {
       ScaleShare<C> share;
       for_each_stage<C>(

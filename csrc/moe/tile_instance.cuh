@@ -30,7 +30,8 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   }
   int64_t at_once = int64_t(multiprocessors()) * C::kCtas / kCluster;
   if constexpr (kCluster > 1) {
-    // The first CTA tells the second its tiles through two mailboxes. It may be a ring of stages ahead, so a tile must be longer; else one tile a cluster.
+    // The first CTA tells the second its tiles through two mailboxes. It may be a ring of stages ahead, so a tile must be longer; else one tile a
+    // cluster.
     if (p.k_blocks <= C::kStages) at_once = most_tiles;
   }
   const int64_t grid = std::min(most_tiles, at_once) * kCluster;
@@ -71,7 +72,8 @@ struct TileInstance {
     static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
-    return {P, widths, C::kTileBlocks * kClusterOf<C>, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch};
+    constexpr int kBlocks = C::kTileBlocks * kClusterOf<C>;
+    return {P, widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch};
   }
 };
 

@@ -210,8 +210,9 @@ __device__ __forceinline__ uint32_t join_pair(uint32_t token_g, uint32_t token_g
 // The up GEMM's: activations to e4m3, one scale a token and 128 channels. Those are both CTAs' where the activation is gated (64 channels each):
 // corresponding warps, which have the same tokens, tell each other their largest magnitudes.
 template <typename C>
-__device__ __forceinline__ void store_pair_fp8(const GemmParams& p, const PairShared& s, const TileInfo<C>& info, const TokenTile& tile, int warpgroup,
-                                               int blocks, int block0, int rank, Ring<1>& exchanges, float (&acc)[C::kBlocks][kPairValues]) {
+__device__ __forceinline__ void store_pair_fp8(const GemmParams& p, const PairShared& s, const TileInfo<C>& info, const TokenTile& tile,
+                                               int warpgroup, int blocks, int block0, int rank, Ring<1>& exchanges,
+                                               float (&acc)[C::kBlocks][kPairValues]) {
   const int thread = ptx::opaque(threadIdx.x % 128), warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   const int consumer = warpgroup * 4 + warp;
   const bool gated = ptx::uniform(is_gated(p.activation));

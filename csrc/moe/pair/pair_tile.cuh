@@ -42,8 +42,8 @@ struct PairConfig {
   static constexpr int kAmaxBytes = kBlocks * 16 * 4;            // a consumer warp
   static constexpr int kWarps = kConsumers / 32;
   static constexpr int kBarriers = 2 * (Stages + Decoded + kInfos + kWarps) + 2;
-  static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + Decoded * kDecodedBytes + kWarps * (kStoreBytes + kAmaxBytes) +
-                                      kInfos * kInfoBytes + kBarriers * 8 + 16;
+  static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + Decoded * kDecodedBytes +
+                                      kWarps * (kStoreBytes + kAmaxBytes) + kInfos * kInfoBytes + kBarriers * 8 + 16;
 };
 
 namespace gemm {
