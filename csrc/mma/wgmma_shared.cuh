@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// D[64 tokens x 128 weight rows] (+)= A[64 x 32] * B[32 x 128], e4m3, both in shared memory in rows of 128 K with the 128-byte swizzle.
+// Written by generate_wgmma.py. D[64 tokens x 128 weight rows] (+)= A[64 x 32] * B[32 x 128], e4m3, both in shared memory in rows of 128 K with the
+// 128-byte swizzle.
 #pragma once
 #include <cstdint>
 #include "../ptx/ptx.cuh"

@@ -32,6 +32,7 @@ struct TileConfig {
   static constexpr int kTileRows = kTileBlocks * kBlockRows;
   static constexpr int kMaxWidth = W::kMax;
   static constexpr int kStages = Stages;
+  static constexpr int kCluster = 1;                             // CTAs that run a tile together (pair/pair_tile.cuh)
   static constexpr int kCtas = Ctas;                             // CTAs an SM
   static constexpr int kNarrow = Narrow;                         // up to this width by mma.sync
   static constexpr Tokens kUpTokens = UpTokens;

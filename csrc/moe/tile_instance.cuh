@@ -10,14 +10,9 @@
 
 namespace vllm_humming {
 
-template <typename C>
-constexpr int kClusterOf = 1;
-template <Format F, typename W, int Stages, int Decoded>
-constexpr int kClusterOf<PairConfig<F, W, Stages, Decoded>> = 2;
-
 template <typename T, typename C, Stage S>
 void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
-  constexpr int kCluster = kClusterOf<C>;
+  constexpr int kCluster = C::kCluster;
   auto* kernel = [] {
     if constexpr (kCluster > 1) return &gemm::pair_kernel<T, C, S>;
     else return &gemm::kernel<T, C, S>;
@@ -72,7 +67,7 @@ struct TileInstance {
     static_assert(C::kMaxWidth >= kLeastWidest, "the workspace holds fewer token tiles than this one may need");
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
-    constexpr int kBlocks = C::kTileBlocks * kClusterOf<C>;
+    constexpr int kBlocks = C::kTileBlocks * C::kCluster;
     return {P, widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch};
   }
 };

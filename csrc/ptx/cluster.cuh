@@ -39,8 +39,6 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t bar, uint32_t par
       "bra VH_WAIT;\n"
       "VH_DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
-// What this thread wrote to shared memory is seen by wgmma and copies that start after a barrier.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // One box of a two-dimensional tensor map to the same place of each CTA in `mask`, where it completes on the same barrier.
 __device__ __forceinline__ void tensor_load_multicast(uint32_t dst, const void* map, int column, int row, uint32_t bar, uint16_t mask) {
   asm volatile(

@@ -135,7 +135,7 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
                "r"(bar)
                : "memory");
 }
-// Before bulk copies read shared memory that this thread has written by ordinary stores.
+// Before bulk copies or wgmma read shared memory that this thread has written by ordinary stores.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // `bytes` contiguous bytes of shared memory to global memory, a multiple of 16; the thread that issued it commits and waits.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {

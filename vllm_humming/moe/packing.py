@@ -92,7 +92,7 @@ def allocate(
 
 
 def fitting_k(dst: PackedProjection, k: int) -> int:
-    """The K that pack_expert takes for weights of k: k, or all of dst's where that was allocated for a larger size."""
+    """The K of weights that leave nothing of dst to padding but a last chunk: k, or all of dst's where that is larger."""
     whole = dst.packed.shape[2] * CHUNK_K
     return k if padded_k(k) == whole else whole
 

@@ -110,7 +110,7 @@ __device__ __forceinline__ void decode_stages(const GemmParams& p, const PairSha
             ptx::store_shared_4((to ^ ((2 * step + i / 2) << 4)) + b * (kBlockRows * kBlockK) + i % 2 * (8 * kBlockK), a[i]);
         }
       }
-      ptx::fence_async_shared();
+      ptx::async_proxy_fence();
       __syncwarp();
       if (lane == 0) {
         ptx::mbarrier_arrive(s.decoded_full + out.at * 8);
