@@ -92,7 +92,7 @@ def allocate(
 
 
 def fitting_k(dst: PackedProjection, k: int) -> int:
-    """The K of weights that leave nothing of dst to padding but a last chunk: k, or all of dst's where that is larger."""
+    """The K of weights that leave to padding at most a part of one chunk: k, or all of dst's where that is larger."""
     whole = dst.packed.shape[2] * CHUNK_K
     return k if padded_k(k) == whole else whole
 
