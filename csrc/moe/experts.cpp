@@ -13,64 +13,65 @@ const Tile& tile_for(Format format, int64_t index) {
   return tile;
 }
 
-void launch_experts(const Experts& e, const ExpertRows& r, cudaStream_t stream) {
-  const Tile &up = tile_for(e.format, e.tile_up), &down = tile_for(e.format, e.tile_down);
+namespace {
+
+GemmParams params_of(const Experts& e, const ExpertRows& r, Stage stage, const Tile& tile) {
+  const bool up = stage == Stage::kUp;
+  const Projection& w = up ? e.up : e.down;
+  const int64_t in = up ? e.hidden : e.intermediate, out = up ? e.intermediate : e.hidden, k_blocks = blocks(in, kBlockK);
   GemmParams g = {};
-  g.packed = e.up.packed;
-  g.row_scale = e.up.row_scale;
-  g.bias = e.up.bias;
-  g.x = r.x;
-  g.out = r.h;
-  g.few = r.few;
+  g.packed = w.packed;
+  g.row_scale = w.row_scale;
+  g.bias = w.bias;
+  g.x = up ? r.x : r.h;
+  g.out = up ? r.h : r.out;
   if (r.lists) {
-    g.tiles = r.tiles[0];
-    g.tile_count = &r.lists->tiles[0];
-    g.next_tile = &r.lists->next[0];
+    g.tiles = r.tiles[int(stage)];
+    g.tile_count = &r.lists->tiles[int(stage)];
+    g.next_tile = &r.lists->next[int(stage)];
   }
-  g.list_is_new = r.lists_are_new;
+  g.list_is_new = up && r.lists_are_new;
   g.slots = r.slots;
-  g.row_weight = r.weight_on_input;
-  g.row_blocks = int(e.up_rows() / kBlockRows);
-  g.k_blocks = int(blocks(e.hidden, kBlockK));
-  g.x_columns = g.x_stride = e.fp8() ? g.k_blocks * kBlockK : int(e.hidden);
-  g.out_columns = g.out_stride = int(e.intermediate);
+  g.row_weight = up ? r.weight_on_input : r.weight_on_output;
+  g.row_blocks = int(blocks(up ? e.up_rows() : e.hidden, kBlockRows));
+  g.k_blocks = int(k_blocks);
+  g.x_columns = g.x_stride = int(e.fp8() ? k_blocks * kBlockK : in);
+  g.out_columns = g.out_stride = int(out);
   g.top_k = int(r.top_k);
-  g.column_tiles = int(blocks(g.row_blocks, up.blocks));
+  g.column_tiles = int(blocks(g.row_blocks, tile.blocks));
   // A weight tile is read once a token tile: worth keeping in L2 only where an expert has several.
-  g.evict_first = r.used <= e.experts * up.widths.max();
+  g.evict_first = r.used <= e.experts * tile.widths.max();
   g.activation = e.activation;
   g.alpha = e.alpha;
   g.beta = e.beta;
   g.limit = e.limit;
   if (e.fp8()) {
-    g.x_scale = r.x_scale;
+    g.x_scale = up ? r.x_scale : r.h_scale;
     g.out_scale = r.h_scale;
     g.scale_stride = int(r.rows);
   }
-  up.launch(e.format, e.dtype, Stage::kUp, g, r.rows, most_token_tiles(up.widths.max(), r.rows, e.experts) * g.column_tiles, stream);
+  return g;
+}
 
-  g.packed = e.down.packed;
-  g.row_scale = e.down.row_scale;
-  g.bias = e.down.bias;
-  g.x = r.h;
-  g.x_scale = g.out_scale;
-  g.out = r.out;
-  if (r.lists) {
-    g.tiles = r.tiles[1];
-    g.tile_count = &r.lists->tiles[1];
-    g.next_tile = &r.lists->next[1];
-  } else {
-    g.next_tile = r.few.next_down;
+}  // namespace
+
+void launch_experts(const Experts& e, const ExpertRows& r, cudaStream_t stream) {
+  for (const Stage stage : {Stage::kUp, Stage::kDown}) {
+    const Tile& tile = tile_for(e.format, stage == Stage::kUp ? e.tile_up : e.tile_down);
+    const GemmParams g = params_of(e, r, stage, tile);
+    tile.launch(e.format, e.dtype, stage, g, r.rows, most_token_tiles(tile.widths.max(), r.rows, e.experts) * g.column_tiles, stream);
   }
-  g.list_is_new = false;
-  g.row_weight = r.weight_on_output;
-  g.row_blocks = int(blocks(e.hidden, kBlockRows));
-  g.k_blocks = int(e.intermediate / kBlockK);
-  g.x_columns = g.x_stride = int(e.intermediate);
-  g.out_columns = g.out_stride = int(e.hidden);
-  g.column_tiles = int(blocks(g.row_blocks, down.blocks));
-  g.evict_first = r.used <= e.experts * down.widths.max();
-  down.launch(e.format, e.dtype, Stage::kDown, g, r.rows, most_token_tiles(down.widths.max(), r.rows, e.experts) * g.column_tiles, stream);
+}
+
+void launch_fused(const Experts& e, const ExpertRows& r, const FusedRows& f, cudaStream_t stream) {
+  const Tile& tile = tile_for(e.format, e.tile_up);
+  FusedParams p = {};
+  for (const Stage stage : {Stage::kUp, Stage::kDown}) p.gemm[int(stage)] = params_of(e, r, stage, tile);
+  p.few = f.few;
+  p.next = f.next;
+  p.ready = f.ready;
+  const int64_t columns = p.gemm[0].column_tiles + p.gemm[1].column_tiles;
+  tile.launch_fused(e.format, e.dtype, p, r.rows, most_token_tiles(tile.widths.max(), r.rows, e.experts) * columns, stream);
 }
 
 }  // namespace vllm_humming

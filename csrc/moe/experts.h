@@ -56,11 +56,18 @@ struct ExpertRows {
   const int* slots;                              // or null: slot = row, top_k = 1
   const float *weight_on_input, *weight_on_output;  // [rows], or null; few entries: [slots]
   int64_t top_k;
-  FewEntries few;                                // topk_ids null: the lists say what there is
   TileLists* lists;                              // null for few entries, as are tiles and slots
   const TokenTile* tiles[2];
   bool lists_are_new;                            // made by the kernel just ahead of the up GEMM
 };
 void launch_experts(const Experts&, const ExpertRows&, cudaStream_t);
+
+// What else a kernel that runs both GEMMs needs.
+struct FusedRows {
+  FewEntries few;                                // topk_ids null: the lists say what there is
+  int *next, *ready;                             // FusedCounters
+};
+// The same by one kernel: both GEMMs with tile_up, which is tile_down, on the token tiles of the first list.
+void launch_fused(const Experts&, const ExpertRows&, const FusedRows&, cudaStream_t);
 
 }  // namespace vllm_humming

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layers of few entries have no routing kernel: each CTA's scheduler warp sorts the ids, in both GEMMs the same way, so that they agree on the
-// rows. Compiled into the tiles that gather their tokens.
+// Layers of few entries have no routing kernel: each CTA's scheduler warp sorts the ids, all the same way, so that they agree on the rows.
 #pragma once
 #include "entries.cuh"
 #include "tile.cuh"
@@ -20,16 +19,14 @@ struct FewShared {
 // Token tiles of few entries, with the interface of ListedTiles. Rows are sorted by expert, then entry.
 template <typename C>
 struct FewTiles {
-  const GemmParams& p;
   const FewShared few;
   int tiles;
 
-  // By one warp. The up GEMM waits for the kernel ahead before it reads the ids; the down GEMM need not, since the up GEMM has waited before it let
-  // the down GEMM start.
-  __device__ __forceinline__ FewTiles(const GemmParams& params, const Shared& s, int lane) : p(params), few(s) {
+  // By one warp, once it has waited for the kernel ahead.
+  __device__ __forceinline__ FewTiles(const FewEntries& entries, const Shared& s, int lane) : few(s) {
     constexpr int kEntries = kMostFewEntries / 32;  // a lane
     int expert[kEntries];
-    experts_of(p.few, lane, 32, p.few.entries, expert);
+    experts_of(entries, lane, 32, entries.entries, expert);
     uint32_t key[kEntries];
     int rows = 0;
 #pragma unroll
@@ -43,7 +40,7 @@ struct FewTiles {
     // An entry's row: how many keys are less. No two are equal, but for those of no expert.
     int row[kEntries] = {};
 #pragma unroll 1
-    for (int e = 0; e < p.few.entries; e += 4) {
+    for (int e = 0; e < entries.entries; e += 4) {
       const uint4 other = ptx::load_shared_16(few.by_entry(e));
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) row[i] += (other.x < key[i]) + (other.y < key[i]) + (other.z < key[i]) + (other.w < key[i]);
@@ -78,26 +75,11 @@ struct FewTiles {
     const int row = ptx::load_shared_4(few.first_row(index)), count = ptx::load_shared_4(few.first_row(index + 1)) - row;
     return {expert_at(row), row, count, narrowest_width<C>(count)};
   }
-  // The up GEMM's are dealt: nothing could have zeroed a cursor for it. The down GEMM's is zeroed by the up GEMM.
-  __device__ __forceinline__ int after(int t, int lane) const {
-    if (!p.next_tile) return t + gridDim.x;
-    ptx::grid_dependency_wait();
-    if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
-    return __shfl_sync(~0u, t, 0);
-  }
   __device__ __forceinline__ int slot(int row) const { return ptx::load_shared_4(few.by_row(row)) % kMostFewEntries; }
   __device__ __forceinline__ int weight(int row) const { return slot(row); }
 
  private:
   __device__ __forceinline__ int expert_at(int row) const { return ptx::load_shared_4(few.by_row(row)) / kMostFewEntries; }
 };
-
-// The up GEMM's scheduler, before it looks at the ids. The down GEMM's cursor is zeroed in every layer: before, the workspace may hold anything. What
-// used it last, if anything, came before this kernel and has ended when the wait returns. The down GEMM touches it only behind its own wait, for all
-// of this kernel.
-__device__ __forceinline__ void prepare_few(const GemmParams& p, int lane) {
-  ptx::grid_dependency_wait();
-  if (blockIdx.x == 0 && lane == 0) *p.few.next_down = 0;
-}
 
 }  // namespace vllm_humming::gemm

@@ -54,6 +54,9 @@ CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t co
 // No tile's widest token width is less, and no expert has more tiles than it takes of the widest: bounds the tile lists in the workspace.
 constexpr int kLeastWidest = 16;
 
+// Most entries of a layer whose GEMMs run in one kernel: of the one-CTA routing, which zeroes that kernel's counters.
+constexpr int64_t kMostFusedEntries = 4096;
+
 // The activations a tile is compiled for.
 enum class Path : int { kA16 = 0, kFp8 = 1 };
 constexpr Path path_of(Format f) { return fp8_tokens(f) ? Path::kFp8 : Path::kA16; }
@@ -64,9 +67,11 @@ struct Tile {
   WidthList widths;
   int blocks, ctas, stages, threads, shared_bytes;
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
-  bool few_entries;    // can run layers without the routing kernel: few_entries.cuh
+  bool few_entries;    // runs layers of few entries without a routing kernel, fused: few_entries.cuh
   // x_rows: rows that p.x holds, where it is read by tensor copies.
   void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
+  // Both GEMMs in one kernel: fused.cuh. Null where the tile has none.
+  void (*launch_fused)(Format, DType, const FusedParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
   int cycles[WidthList::kMost];  // tiles.cpp
 };
 const Tile& tile_at(int64_t index);  // throws std::out_of_range
@@ -79,6 +84,8 @@ void launch_tile_lists(const RouteParams&, cudaStream_t);
 bool sorting_makes_rows(int64_t entries, int64_t columns);
 void launch_sort(const void* x, void* sorted, const RouteParams&, int64_t columns, cudaStream_t);
 void launch_permute(const void* x, void* sorted, const RowList&, int64_t columns, cudaStream_t);
+// The counters of a layer of few entries, zero when the stream comes to it: the layer's reduction zeroes them again (ReduceParams::counters).
+FusedCounters<kMostFewEntries>* few_counters(cudaStream_t stream);
 void launch_group_tiles(const GroupParams&, cudaStream_t);
 void launch_quantize(TokenType, const QuantizeParams&, cudaStream_t);
 void launch_reduce(DType, const ReduceParams&, cudaStream_t);

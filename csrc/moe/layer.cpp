@@ -3,13 +3,15 @@
 // Nothing here allocates or synchronises.
 #include "layer.h"
 #include <algorithm>
+#include <cstdlib>
 
 namespace vllm_humming {
 namespace {
 
-// h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share.
+// h [entries, intermediate], then (FP8) the scales of h and of the sorted tokens, and y [entries, hidden], which the sorted tokens share, but where
+// one kernel runs both GEMMs.
 struct Workspace {
-  int64_t h, h_scale, x_scale, y, slots, row_weight, row_of_slot, counts, block_base, lists, tiles[2], bytes;
+  int64_t h, h_scale, x_scale, y, sorted, slots, row_weight, row_of_slot, counts, block_base, lists, tiles[2], ready, most_tiles, bytes;
 
   Workspace(int64_t all_tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t intermediate, bool fp8) {
     const int64_t tokens = std::min(all_tokens, kChunkTokens), entries = tokens * top_k;
@@ -19,6 +21,7 @@ struct Workspace {
     h_scale = ws.take(fp8 ? blocks(intermediate, kBlockK) * entries * 4 : 0);
     x_scale = ws.take(fp8 ? blocks(hidden, kBlockK) * entries * 4 : 0);
     y = ws.take(entries * std::max(hidden * 2, fp8 ? blocks(hidden, kBlockK) * kBlockK : 0));
+    sorted = ws.take(fp8 ? 0 : std::min(entries, kMostFusedEntries) * hidden * 2);
     slots = ws.take(entries * 4);
     row_weight = ws.take(entries * 4);
     row_of_slot = ws.take(fp8 ? entries * 4 : 0);
@@ -26,6 +29,8 @@ struct Workspace {
     block_base = ws.take(route_blocks(entries) * experts * 4);
     lists = ws.take(sizeof(TileLists));
     for (auto& t : tiles) t = ws.take(tiles_most * sizeof(TokenTile));
+    most_tiles = std::min(tiles_most, kMostFusedEntries + 1);
+    ready = ws.take(most_tiles * 4);
     bytes = ws.at;
   }
 };
@@ -46,7 +51,7 @@ ExpertRows rows_of(const LayerArgs& a, const Workspace& ws, int64_t first, int64
   return r;
 }
 
-void reduce(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, cudaStream_t stream) {
+void reduce(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, FusedCounters<kMostFewEntries>* counters, cudaStream_t stream) {
   const Experts& e = a.experts;
   ReduceParams r = {};
   r.y = a.workspace + ws.y;
@@ -58,33 +63,25 @@ void reduce(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t toke
   r.columns = int(e.hidden);
   r.global_experts = int(a.global_experts);
   r.local_experts = int(e.experts);
+  r.counters = counters;
   launch_reduce(e.dtype, r, stream);
 }
 
-// Whether the GEMMs do without the routing. That saves a kernel, about 2 us; but the up GEMM's tiles are then dealt, which costs more the more of
-// them a CTA runs. Whole layers in us, with routing -> without, by most up tiles over CTAs at once (MXFP4, H200, the tiles that schedule.py picks): 0.4
-// 18.0 -> 15.5, 0.7 22.0 -> 19.9, 0.9 31.4 -> 29.5, 1.0 57.8 -> 56.6, 1.5 37.5 -> 33.4, 1.9 53.2 -> 51.5 and 42.7 -> 40.6; 2.9 65.8 -> 71.8 (and
-// 48.1 -> 46.7), 3.7 65.3 -> 67.3.
-bool few_entries(const LayerArgs& a) {
+// Whether both GEMMs run in one kernel: where the caller wants one tile for both that can.
+bool fused(const LayerArgs& a) {
   const Experts& e = a.experts;
-  const Tile &up = tile_for(e.format, e.tile_up), &down = tile_for(e.format, e.tile_down);
-  const int64_t entries = a.tokens * a.top_k;
-  if (entries > kMostFewEntries || !up.few_entries || !down.few_entries) return false;
-  const int64_t most_tiles = entries * blocks(e.up_rows(), up.blocks * kBlockRows), at_once = int64_t(up.ctas) * multiprocessors();
-  return most_tiles <= 2 * at_once;
+  if (getenv("VH_NO_FUSE")) return false;
+  return e.tile_up == e.tile_down && a.tokens * a.top_k <= kMostFusedEntries && tile_for(e.format, e.tile_up).launch_fused;
 }
 
+// Few entries: no kernel before the GEMMs could have zeroed their counters, so these are kept zero by the reduction of the layer that used them.
 void run_few(const LayerArgs& a, const Workspace& ws, cudaStream_t stream) {
   const Experts& e = a.experts;
-  ExpertRows r = rows_of(a, ws, 0, a.tokens, a.topk_weights);
-  r.few.topk_ids = a.topk_ids;
-  r.few.expert_map = a.expert_map;
-  r.few.entries = int(r.rows);
-  r.few.global_experts = int(a.global_experts);
-  r.few.local_experts = int(e.experts);
-  r.few.next_down = &reinterpret_cast<TileLists*>(a.workspace + ws.lists)->next[1];
-  launch_experts(e, r, stream);
-  reduce(a, ws, 0, a.tokens, stream);
+  const ExpertRows r = rows_of(a, ws, 0, a.tokens, a.topk_weights);
+  FusedCounters<kMostFewEntries>* counters = few_counters(stream);
+  const FewEntries few = {a.topk_ids, a.expert_map, int(r.rows), int(a.global_experts), int(e.experts)};
+  launch_fused(e, r, {few, &counters->next, counters->ready}, stream);
+  reduce(a, ws, 0, a.tokens, counters, stream);
 }
 
 void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t tokens, cudaStream_t stream) {
@@ -112,7 +109,12 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     route.tiles[i] = reinterpret_cast<TokenTile*>(w + ws.tiles[i]);
     route.widths[i] = (i ? down : up).widths;
   }
-  const bool sorts = !e.fp8() && up.sorted_tokens && sorting_makes_rows(entries, e.hidden);
+  const bool fuse = fused(a);
+  if (fuse) {
+    route.ready = reinterpret_cast<int*>(w + ws.ready);
+    route.most_tiles = int(ws.most_tiles);
+  }
+  const bool sorts = !e.fp8() && up.sorted_tokens && !(fuse && up.few_entries) && sorting_makes_rows(entries, e.hidden);
   if (sorts) launch_tile_lists(route, stream);
   else launch_route(route, stream);
 
@@ -136,14 +138,16 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
     r.x = w + ws.y;
     r.x_scale = q.scale;
     r.h_scale = reinterpret_cast<float*>(w + ws.h_scale);
-  } else if (up.sorted_tokens) {
-    if (sorts) launch_sort(r.x, w + ws.y, route, e.hidden, stream);
-    else launch_permute(r.x, w + ws.y, list, e.hidden, stream);
-    r.x = w + ws.y;
+  } else if (up.sorted_tokens && !(fuse && up.few_entries)) {
+    uint8_t* sorted = w + (fuse ? ws.sorted : ws.y);
+    if (sorts) launch_sort(r.x, sorted, route, e.hidden, stream);
+    else launch_permute(r.x, sorted, list, e.hidden, stream);
+    r.x = sorted;
   }
-  launch_experts(e, r, stream);
+  if (fuse) launch_fused(e, r, {{}, &route.lists->next[0], route.ready}, stream);
+  else launch_experts(e, r, stream);
 
-  reduce(a, ws, first, tokens, stream);
+  reduce(a, ws, first, tokens, nullptr, stream);
 }
 
 }  // namespace
@@ -156,7 +160,7 @@ void run_layer(const LayerArgs& a, cudaStream_t stream) {
   const Experts& e = a.experts;
   if (e.experts > kMostExperts) throw std::runtime_error("vllm_humming: more than 1024 local experts are not supported");
   const Workspace ws(a.tokens, a.top_k, e.experts, e.hidden, e.intermediate, e.fp8());
-  if (few_entries(a)) return run_few(a, ws, stream);
+  if (a.tokens * a.top_k <= kMostFewEntries && fused(a) && tile_for(e.format, e.tile_up).few_entries) return run_few(a, ws, stream);
   for (int64_t first = 0; first < a.tokens; first += kChunkTokens) run_chunk(a, ws, first, std::min(kChunkTokens, a.tokens - first), stream);
 }
 

@@ -37,7 +37,7 @@ struct Codes {
 // the warp until the tensor cores take it, so the next unit is decoded after each, not after a batch of them. Codes are read half a
 // stage ahead, the next stage's first half included: waiting for them where they are used cost a tenth of the time.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
+__device__ __forceinline__ void multiply_wide(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                               float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
   codes.load_scales(weights + ring.at * C::kWeightBytes, at);
   codes.load_half(weights + ring.at * C::kWeightBytes, at, 0);
-  for (int kb = 0; kb < p.k_blocks; ++kb) {
+  for (int kb = 0; kb < k_blocks; ++kb) {
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + ring.at * C::kTokenBytes);
     const int stage = ring.at;
     ring.next();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
     for (int h = 0; h < 2; ++h) {
       if (h == 0) {
         codes.load_half(weights + stage * C::kWeightBytes, at, 1);
-      } else if (kb + 1 < p.k_blocks) {
+      } else if (kb + 1 < k_blocks) {
         ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
         codes.load_scales(weights + ring.at * C::kWeightBytes, at);
         codes.load_half(weights + ring.at * C::kWeightBytes, at, 0);
@@ -90,14 +90,14 @@ __device__ __forceinline__ void multiply_wide(const GemmParams& p, const Shared&
 
 // The same by mma.sync, for narrow tiles, whose time is the decoding.
 template <typename T, typename C, int N>
-__device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
+__device__ __forceinline__ void multiply_narrow(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                                 float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
   const uint32_t row = lane % 8 * 128, chunk = lane / 8, swizzle = lane % 8;
   uint32_t release = 0;
-  for (int kb = 0; kb < p.k_blocks; ++kb) {
+  for (int kb = 0; kb < k_blocks; ++kb) {
     // The stage before, here and not behind its products: within their basic block the compiler moves the arrival up to reads that are issued
     // but queue behind another CTA's global loads; it overtakes them, and the next copy overwrites what they were to read.
     __syncwarp();
@@ -138,9 +138,9 @@ __device__ __forceinline__ void multiply_narrow(const GemmParams& p, const Share
 
 // A warpgroup past the last weight row: keeps the ring turning and leaves the tensor cores to the others.
 template <typename C>
-__device__ __forceinline__ void skip_tile(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring) {
+__device__ __forceinline__ void skip_tile(int k_blocks, const Shared& s, Ring<C::kStages>& ring) {
 #pragma unroll 1
-  for (int kb = 0; kb < p.k_blocks; ++kb) {
+  for (int kb = 0; kb < k_blocks; ++kb) {
     ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);

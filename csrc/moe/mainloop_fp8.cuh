@@ -74,7 +74,7 @@ struct TokenScales {
 // other warpgroup has the tensor cores. Nothing is in flight at a branch: there the compiler does not keep a running wgmma's operands from
 // being overwritten (build_tools/check_kernels.py looks).
 template <typename C, int N>
-__device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
+__device__ __forceinline__ void multiply_fp8(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                              float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   static_assert(C::kBlocks == 2, "a stage is released once the first promotion has read its token scales");
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
   ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
   chunk.load(at, ring.at * C::kWeightBytes);
   token_scales.load(scales + ring.at * C::kScaleBytes);
-  for (int kb = 0; kb < p.k_blocks; ++kb) {
+  for (int kb = 0; kb < k_blocks; ++kb) {
     const int stage = ring.at;
     const uint32_t desc = ptx::wgmma_descriptor(s.tokens + stage * C::kTokenBytes);
     ring.next();
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmParams& p, const Shared& 
         ptx::wgmma_wait<0>();
         if (lane == 0) ptx::mbarrier_arrive(s.empty + stage * 8);
         token_scales.promote(acc[b], part);
-        if (kb + 1 < p.k_blocks) {
+        if (kb + 1 < k_blocks) {
           ptx::mbarrier_wait_unless(ready, s.full + ring.at * 8, ring.parity);
           chunk.load(at, ring.at * C::kWeightBytes);
           token_scales.load(scales + ring.at * C::kScaleBytes);

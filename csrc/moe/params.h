@@ -18,13 +18,12 @@ struct __align__(16) TokenTile {
   int expert, row, count, width;
 };
 
-// A layer of so few entries (tokens * top_k) that its GEMMs may route by themselves: few_entries.cuh; few_entries() in layer.cpp has the whole rule.
+// A layer of so few entries (tokens * top_k) that its GEMMs, fused in one kernel, route by themselves: few_entries.cuh.
 constexpr int kMostFewEntries = 64;
 struct FewEntries {
   const int* topk_ids;        // [entries]; null: not such a layer
   const int* expert_map;      // [global_experts] or null
   int entries, global_experts, local_experts;
-  int* next_down;             // the down GEMM's next_tile; the up GEMM zeroes it
 };
 
 struct GemmParams {
@@ -38,7 +37,6 @@ struct GemmParams {
   int* next_tile;             // zero at the start: (token tile, column tile) pairs that CTAs have taken beyond their first
   const int* slots;           // [rows] slot of a row; null: slot = row
   const float* row_weight;    // [rows] router weight, or null; few entries: [entries], by slot
-  FewEntries few;             // instead of tiles, tile_count and slots
   int row_blocks, k_blocks;
   int x_columns, x_stride;    // valid columns of x (the rest of K reads as zero)
   int out_columns, out_stride;
@@ -55,6 +53,20 @@ struct GemmParams {
   const float* x_scale;
   float* out_scale;           // kUp
   int scale_stride;
+};
+
+// What a kernel that runs both GEMMs of a layer counts; zero at its start.
+template <int Tiles>
+struct FusedCounters {
+  int next;                   // tiles taken, of the up and then of the down GEMM
+  int ready[Tiles];           // by token tile: how many warps have stored their part of its h
+};
+
+// Both GEMMs of a layer in one kernel, on the same token tiles: fused.cuh. gemm[1].x is gemm[0].out.
+struct FusedParams {
+  GemmParams gemm[2];         // up, down
+  FewEntries few;             // or gemm[0] has a tile list
+  int *next, *ready;          // FusedCounters
 };
 
 // Lengths of what the routing makes, and the GEMMs' cursors into it.
@@ -81,6 +93,8 @@ struct RouteParams : TileOutput {
   int* row_of_slot;           // [entries] the row of a slot, negative where it has none; or null: not wanted
   int* counts;                // [local_experts + 1] scratch: counts, then a ticket
   int* block_base;            // [blocks, local_experts] scratch of the large path
+  int* ready;                 // FusedCounters::ready to be zeroed, or null
+  int most_tiles;             // its length
 };
 
 // Tile lists of rows that the caller has put in groups.
@@ -118,6 +132,7 @@ struct ReduceParams {
   const int* topk_ids;
   const int* expert_map;
   int tokens, top_k, columns, global_experts, local_experts;
+  FusedCounters<kMostFewEntries>* counters;  // zeroed for their next user, or null
 };
 
 }  // namespace vllm_humming

@@ -3,7 +3,6 @@
 #pragma once
 #include <cuda.h>
 #include <type_traits>
-#include "few_entries.cuh"
 #include "tile.cuh"
 
 namespace vllm_humming::gemm {
@@ -17,23 +16,23 @@ constexpr bool kListIsOlder = !kGathers<C, S>;
 
 // Fills a tile info whose buffer is free. Rows and router weights are read past L1, which may hold what these addresses were in an
 // earlier layer.
-template <typename C, Stage S, typename Tiles>
-__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const Tiles& tiles,
-                                        const TokenTile& tile, int block0, int lane) {
+template <typename C, typename Tiles>
+__device__ __forceinline__ void publish(const GemmParams& p, const Shared& s, const Ring<C::kInfos>& ring, const Tiles& tiles, const TokenTile& tile,
+                                        int block0, int lane, Stage stage, bool gathers, int token_tile = 0) {
   const TileInfo<C> info(s, ring.at);
   const uint32_t full = s.info_full + ring.at * 8;
 #pragma unroll 1
   for (int r = lane; r < tile.count; r += 32) {
     const int row = tile.row + r;
-    if (S == Stage::kDown || kGathers<C, S>) {
+    if (stage == Stage::kDown || gathers) {
       const uint32_t slot = tiles.slot(row);
-      ptx::store_shared_4(info.slots() + r * 4, S == Stage::kDown ? slot : slot / uint32_t(p.top_k) * uint32_t(p.x_stride / 8));
+      ptx::store_shared_4(info.slots() + r * 4, stage == Stage::kDown ? slot : slot / uint32_t(p.top_k) * uint32_t(p.x_stride / 8));
     }
     ptx::store_shared_4(info.weights() + r * 4, __float_as_uint(p.row_weight ? __ldcg(p.row_weight + tiles.weight(row)) : 1.0f));
   }
   if (lane == 0) {
     ptx::store_shared_16(info.at, make_uint4(tile.expert, tile.row, tile.count, tile.width));
-    ptx::store_shared_4(info.block(), block0);
+    ptx::store_shared_16(info.block(), make_uint4(block0, int(stage), token_tile, 0));
   }
   __syncwarp();
   if (kEveryThreadArrives || lane == 0) ptx::mbarrier_arrive(full);
@@ -75,25 +74,19 @@ __device__ __forceinline__ void publish_all(const GemmParams& p, const Shared& s
   const int total = tiles.total() * p.column_tiles;
   Ring<C::kInfos> infos;
   for (int t = blockIdx.x; t < total;) {
-    publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane);
+    publish<C>(p, s, infos, tiles, tiles.at(t / p.column_tiles), t % p.column_tiles * C::kTileBlocks, lane, S, kGathers<C, S>);
     infos.next();
     // Taken only when there is room for it: what a CTA has taken it must run, however late. The first of the ring's buffers are free.
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     t = tiles.after(t, lane);
   }
-  publish<C, S>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane);
+  publish<C>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane, S, false);
 }
 
 // The scheduler warp: takes this CTA's tiles, one after the other as buffers come free, ahead of the loaders, whose copies then never wait
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
-  if constexpr (C::kFew) {
-    if (p.few.topk_ids) {
-      if constexpr (S == Stage::kUp) prepare_few(p, lane);
-      return publish_all<C, S>(p, s, lane, FewTiles<C>(p, s, lane));
-    }
-  }
   if constexpr (S == Stage::kDown) {
     if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{{p}});  // reads nothing that a kernel ahead may have written
   }
@@ -163,17 +156,19 @@ struct ScaleShare {
 };
 
 // Tokens gathered by row list, by one warp. mma.sync reads them by the generic proxy that wrote them, so no proxy fence.
-template <typename C>
-__device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared& s, uint32_t sources, int count, int kb, int stage, int lane) {
+// source(row of the tile): where it starts, in units of 16 bytes from x. `warp`: of kTokenWarps.
+template <typename C, typename Source>
+__device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared& s, Source source, int count, int kb, int stage, int warp, int lane) {
   static_assert(C::kMaxWidth <= C::kNarrow, "wgmma would read gathered tokens through the async proxy");
   constexpr int kChunks = kBlockK * 2 / 16;                        // 16-byte chunks of a row's stage
+  constexpr int kRows = 32 / kChunks;                              // rows a warp copies at a time
   const int chunk = lane % kChunks;
   const uint32_t dst = s.tokens + stage * C::kTokenBytes + (chunk / 8) * (C::kMaxWidth * 128);
   const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
   const uint4* x = static_cast<const uint4*>(p.x) + (valid ? kb * kChunks + chunk : 0);
 #pragma unroll 4
-  for (int r = lane / kChunks; r < count; r += 32 / kChunks)
-    ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + ptx::load_shared_4(sources + r * 4), valid);
+  for (int r = warp * kRows + lane / kChunks; r < count; r += kRows * C::kTokenWarps)
+    ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + source(r), valid);
   ptx::copy16_arrive(s.full + stage * 8);
 }
 
@@ -182,10 +177,19 @@ struct Nothing {
   __device__ __forceinline__ void operator()(const Arguments&...) const {}
 };
 
-// Calls f(tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that; and
-// begin(tile, block0, info, stage) before a tile's first stage.
-template <typename C, typename F, typename Ahead, typename Begin = Nothing>
-__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f, Ahead ahead, Begin begin = {}) {
+// The parameters of a tile's GEMM, where a kernel runs but one.
+struct OneGemm {
+  const GemmParams& p;
+  template <typename Info>
+  __device__ __forceinline__ const GemmParams& operator()(const Info&) const {
+    return p;
+  }
+};
+
+// Calls f(p, tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that; and
+// begin(p, tile, block0, info, stage) before a tile's first stage. gemm(info): the tile's p.
+template <typename C, typename Gemm, typename F, typename Ahead, typename Begin = Nothing>
+__device__ __forceinline__ void for_each_stage(const Gemm& gemm, const Shared& s, F f, Ahead ahead, Begin begin = {}) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
   while (true) {
@@ -194,14 +198,15 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
     const TokenTile tile = info.tile();
     if (tile.expert < 0) break;
     const int block0 = int(ptx::load_shared_4(info.block()));
+    const GemmParams& p = gemm(info);
     if constexpr (!std::is_same_v<Begin, Nothing>) {
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
-      begin(tile, block0, info, ring.at);
+      begin(p, tile, block0, info, ring.at);
     }
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       ahead(tile, kb);
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
-      f(tile, block0, info, kb, ring.at);
+      f(p, tile, block0, info, kb, ring.at);
       ring.next();
     }
     // Otherwise the consumers answer for the loaders too: they end a tile only after its last stage has arrived.
@@ -210,9 +215,24 @@ __device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared
   }
 }
 
-template <typename C, typename F>
-__device__ __forceinline__ void for_each_stage(const GemmParams& p, const Shared& s, F f) {
-  for_each_stage<C>(p, s, f, Nothing());
+template <typename C, typename Gemm, typename F>
+__device__ __forceinline__ void for_each_stage(const Gemm& gemm, const Shared& s, F f) {
+  for_each_stage<C>(gemm, s, f, Nothing());
+}
+
+// What the loader warp for the weights does, on one thread.
+template <typename C, typename Gemm>
+__device__ __forceinline__ void load_all_weights(const Gemm& gemm, const Shared& s) {
+  const uint64_t once = ptx::policy_evict_first(), often = ptx::policy_evict_normal();
+  for_each_stage<C>(
+      gemm, s,
+      [&](const GemmParams& p, const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
+        load_weights<C>(p, s, tile, block0, kb, stage, p.evict_first ? once : often);
+      },
+      Nothing(),
+      [&](const GemmParams& p, const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) {
+        load_row_factors<C>(p, s, tile, block0, info, stage);
+      });
 }
 
 // The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
@@ -221,19 +241,11 @@ template <typename C, Stage S>
 __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map, const Shared& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   if (warp == 0) {
-    if (lane > 0) return;
-    const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(
-        p, s,
-        [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) {
-          load_weights<C>(p, s, tile, block0, kb, stage, policy);
-        },
-        Nothing(),
-        [&](const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) { load_row_factors<C>(p, s, tile, block0, info, stage); });
+    if (lane == 0) load_all_weights<C>(OneGemm{p}, s);
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
-      load_gathered<C>(p, s, info.slots(), tile.count, kb, stage, lane);
+    for_each_stage<C>(OneGemm{p}, s, [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
+      load_gathered<C>(p, s, [&](int r) { return ptx::load_shared_4(info.slots() + r * 4); }, tile.count, kb, stage, warp - 1, lane);
     });
     ptx::copy16_wait_all();                                        // no thread leaves with copies in flight
   } else if constexpr (C::kFp8) {
@@ -242,19 +254,21 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     if (warp == 1) ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
     if (warp == 1) {
-      for_each_stage<C>(
-          p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) { load_sorted_fp8<C>(map, s, tile, kb, stage); });
+      for_each_stage<C>(OneGemm{p}, s, [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
+        load_sorted_fp8<C>(map, s, tile, kb, stage);
+      });
     } else {
       ScaleShare<C> share;
       for_each_stage<C>(
-          p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int, int stage) { share.publish(s, tile, stage, lane); },
+          OneGemm{p}, s,
+          [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>&, int, int stage) { share.publish(s, tile, stage, lane); },
           [&](const TokenTile& tile, int kb) { share.fetch(p, tile, kb, lane); });
     }
   } else {
     if (lane > 0) return;
     ptx::tensor_map_prefetch(map);                                 // or the first copy behind the wait would fetch it
     ptx::grid_dependency_wait();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
+    for_each_stage<C>(OneGemm{p}, s, [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
       for (int half = warp - 1; half < 2; half += C::kTokenWarps) load_sorted<C>(map, s, tile, kb, half, stage);
     });
   }

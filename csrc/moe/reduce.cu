@@ -34,6 +34,9 @@ __global__ void __launch_bounds__(kThreads, 4) reduce(const __grid_constant__ Re
   uint32_t valid = valid_from(0);  // ids are older than the kernel ahead, which has waited
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  if (p.counters && blockIdx.x == 0) {
+    for (int j = threadIdx.x; j < int(sizeof(*p.counters) / 4); j += min(kThreads, p.tokens * vectors)) reinterpret_cast<int*>(p.counters)[j] = 0;
+  }
   float2 sum[4] = {};
 #pragma unroll 1
   for (int k0 = 0; k0 < p.top_k; k0 += kBatch) {

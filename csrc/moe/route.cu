@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(kThreads) route_small(const __grid_constant__ 
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  if (p.ready)
+    for (int i = thread; i < p.most_tiles; i += kThreads) p.ready[i] = 0;
   int expert[kEntries], rank[kEntries];
   float weight[kEntries];
   for (int first = 0; first < p.entries; first += kSmallEntries) {

@@ -61,7 +61,9 @@ struct TileConfig {
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   // Largest magnitudes of a store chunk's tokens, by warp: what the up GEMM's FP8 output is scaled by. Two of them.
   static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
-  static constexpr bool kFew = UpTokens == Tokens::kGather;  // layers of few entries run on these
+  static constexpr bool kFused = !kFp8;                          // can run both GEMMs of a layer in one kernel: fused.cuh
+  static constexpr bool kFusedGathers = kFused && kMaxWidth <= kNarrow;  // there, all tokens come by cp.async
+  static constexpr bool kFew = kFusedGathers;                    // layers of few entries run on these
   static constexpr int kFewBytes = kFew ? (3 * kMostFewEntries + 4) * 4 : 0;  // FewShared
   static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kAmaxBytes +
                                       kInfos * kInfoBytes + kFewBytes + (Stages + kInfos) * 16;
@@ -102,6 +104,9 @@ struct TileInfo {
     return {int(v.x), int(v.y), int(v.z), int(v.w)};
   }
   __device__ __forceinline__ uint32_t block() const { return at + 16; }       // first 64-row block of the tile
+  // Fused kernels:
+  __device__ __forceinline__ Stage stage() const { return Stage(ptx::load_shared_4(at + 20)); }
+  __device__ __forceinline__ int token_tile() const { return ptx::load_shared_4(at + 24); }  // its number
   // int [width]: what the tile's users need of each row. A gathering loader: its token, in 16-byte units from x; the down GEMM's
   // epilogue: its slot.
   __device__ __forceinline__ uint32_t slots() const { return at + 32; }

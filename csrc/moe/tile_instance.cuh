@@ -4,11 +4,37 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include "fused.cuh"
 #include "gemm.cuh"
 #include "launch.h"
 #include "pair/pair_gemm.cuh"
 
 namespace vllm_humming {
+
+template <typename C>
+CUtensorMap map_of(const GemmParams& p, DType dtype, int64_t x_rows) {
+  return token_map(C::kFp8 ? TokenType::kFp8 : token_type(dtype), p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
+}
+
+template <typename T>
+constexpr DType kDtype = std::is_same_v<T, __half> ? DType::kFp16 : DType::kBf16;
+
+inline void check_tiles(int64_t tiles, int64_t grid) {
+  if (tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
+}
+
+template <typename T, typename C>
+void launch_fused(const FusedParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+  auto* kernel = &gemm::fused_kernel<T, C>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
+  CUtensorMap maps[2] = {};
+  if constexpr (!C::kFusedGathers) {
+    for (int i = 0; i < 2; ++i) maps[i] = map_of<C>(p.gemm[i], kDtype<T>, x_rows);
+  }
+  const int64_t grid = std::min(most_tiles, int64_t(multiprocessors()) * C::kCtas);
+  check_tiles(most_tiles, grid);
+  launch(kernel, int(grid), C::kThreads, C::kSharedBytes, stream, p, maps[0], maps[1]);
+}
 
 template <typename T, typename C, Stage S>
 void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
@@ -19,10 +45,7 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   }();
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
   CUtensorMap map = {};
-  if constexpr (!gemm::kGathers<C, S>) {
-    const TokenType type = C::kFp8 ? TokenType::kFp8 : std::is_same_v<T, __half> ? TokenType::kFp16 : TokenType::kBf16;
-    map = token_map(type, p.x, x_rows, p.x_columns, p.x_stride, C::kBoxRows);
-  }
+  if constexpr (!gemm::kGathers<C, S>) map = map_of<C>(p, kDtype<T>, x_rows);
   int64_t at_once = int64_t(multiprocessors()) * C::kCtas / kCluster;
   if constexpr (kCluster > 1) {
     // The first CTA tells the second its tiles through two mailboxes. It may be a ring of stages ahead, so a tile must be longer; else one tile a
@@ -30,7 +53,7 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
     if (p.k_blocks <= C::kStages) at_once = most_tiles;
   }
   const int64_t grid = std::min(most_tiles, at_once) * kCluster;
-  if (most_tiles > std::numeric_limits<int>::max() - grid) throw std::runtime_error("vllm_humming: too many rows and columns: more than 2^31 tiles");
+  check_tiles(most_tiles, grid);
   launch<kCluster>(kernel, int(grid), C::kThreads, C::kSharedBytes, stream, p, map);
 }
 
@@ -61,6 +84,16 @@ struct TileInstance {
       else launch_format<Config<Format::kNvfp4>>(dtype, stage, p, x_rows, most_tiles, stream);
     }
   }
+  static void launch_both(Format format, DType dtype, const FusedParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
+    if constexpr (P == Path::kA16) {
+      using Mx = Config<Format::kMxfp4>;
+      using Nv = Config<Format::kNvfp4>;
+      const bool mx = format == Format::kMxfp4, half = dtype == DType::kFp16;
+      auto* launch_it = mx ? half ? &launch_fused<__half, Mx> : &launch_fused<__nv_bfloat16, Mx>
+                           : half ? &launch_fused<__half, Nv> : &launch_fused<__nv_bfloat16, Nv>;
+      launch_it(p, x_rows, most_tiles, stream);
+    }
+  }
   static constexpr Tile tile() {
     using C = Config<kAnyFormat>;
     static_assert(C::W::kCount <= WidthList::kMost);
@@ -68,7 +101,8 @@ struct TileInstance {
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
     constexpr int kBlocks = C::kTileBlocks * C::kCluster;
-    return {P, widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch};
+    return {P,        widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch,
+            C::kFused ? &launch_both : nullptr};
   }
 };
 

@@ -236,6 +236,16 @@ __device__ __forceinline__ void registers_acquire() {
 }
 
 // ---- programmatic dependent launch ----
+// What this thread, and those it has met at a barrier, have written is visible to whoever sees the sum by load_acquire.
+__device__ __forceinline__ void add_release(int* at, int v) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+// Between ordinary accesses to global memory and those of bulk and tensor copies.
+__device__ __forceinline__ void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -15,7 +15,7 @@ __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairSha
   Ring<C::kInfos> infos;
   Ring<2> mail;
   for (int t = blockIdx.x / 2; t < total;) {
-    publish<C, S>(p, s, infos, tiles, tiles.at(t / p.column_tiles), (t % p.column_tiles * 2 + rank) * C::kTileBlocks, lane);
+    publish<C>(p, s, infos, tiles, tiles.at(t / p.column_tiles), (t % p.column_tiles * 2 + rank) * C::kTileBlocks, lane, S, false);
     infos.next();
     ptx::mbarrier_wait(s.info_empty + infos.at * 8, infos.parity ^ 1);
     if (!p.tiles) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void publish_pairs(const GemmParams& p, const PairSha
     }
     mail.next();
   }
-  publish<C, S>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane);
+  publish<C>(p, s, infos, tiles, TokenTile{-1, 0, 0, 0}, 0, lane, S, false);
 }
 
 template <typename C, Stage S>
@@ -52,18 +52,12 @@ __device__ __forceinline__ void schedule_pairs(const GemmParams& p, const PairSh
 template <typename C>
 __device__ __forceinline__ void load_pair(const GemmParams& p, const CUtensorMap* map, const PairShared& s, int warp, int lane, int rank) {
   if (warp == 0) {
-    if (lane > 0) return;
-    const uint64_t policy = p.evict_first ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-    for_each_stage<C>(
-        p, s,
-        [&](const TokenTile& tile, int block0, const TileInfo<C>&, int kb, int stage) { load_weights<C>(p, s, tile, block0, kb, stage, policy); },
-        Nothing(),
-        [&](const TokenTile& tile, int block0, const TileInfo<C>& info, int stage) { load_row_factors<C>(p, s, tile, block0, info, stage); });
+    if (lane == 0) load_all_weights<C>(OneGemm{p}, s);
   } else if (warp == 1) {
     if (lane > 0) return;
     ptx::tensor_map_prefetch(map);
     ptx::grid_dependency_wait();
-    for_each_stage<C>(p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
+    for_each_stage<C>(OneGemm{p}, s, [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>&, int kb, int stage) {
       const uint32_t full = s.full + stage * 8, dst = s.tokens + stage * C::kTokenBytes;
       const int rows = (tile.count + C::kBoxRows - 1) / C::kBoxRows * C::kBoxRows;
       ptx::mbarrier_arrive_expect_tx(full, rows * kBlockK);
@@ -75,7 +69,8 @@ __device__ __forceinline__ void load_pair(const GemmParams& p, const CUtensorMap
     ptx::grid_dependency_wait();
     ScaleShare<C> share;
     for_each_stage<C>(
-        p, s, [&](const TokenTile& tile, int, const TileInfo<C>&, int, int stage) { share.publish(s, tile, stage, lane); },
+        OneGemm{p}, s,
+        [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>&, int, int stage) { share.publish(s, tile, stage, lane); },
         [&](const TokenTile& tile, int kb) { share.fetch(p, tile, kb, lane); });
   }
 }
