@@ -117,8 +117,8 @@ struct Tiles {
 static TokenTile infos_of[2][8];
 static std::vector<int> published[2];  // tiles that a CTA's loaders know, as row * 1000 + column
 
-template <typename C, Stage S, typename Ring, typename T>
-void publish(const GemmParams&, const PairShared& s, const Ring& ring, const T&, const TokenTile& tile, int block0, int) {
+template <typename C, typename Ring, typename T>
+void publish(const GemmParams&, const PairShared& s, const Ring& ring, const T&, const TokenTile& tile, int block0, int, Stage, bool) {
   infos_of[now->rank][ring.at] = tile;
   if (tile.expert >= 0) published[now->rank].push_back(tile.row * 1000 + block0 / C::kTileBlocks / 2);
   ptx::mbarrier_arrive(s.info_full + ring.at * 8);

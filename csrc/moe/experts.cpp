@@ -29,7 +29,10 @@ GemmParams params_of(const Experts& e, const ExpertRows& r, Stage stage, const T
     g.tiles = r.tiles[int(stage)];
     g.tile_count = &r.lists->tiles[int(stage)];
     g.next_tile = &r.lists->next[int(stage)];
+  } else if (!up) {
+    g.next_tile = r.few.next_down;
   }
+  g.few = r.few;
   g.list_is_new = up && r.lists_are_new;
   g.slots = r.slots;
   g.row_weight = up ? r.weight_on_input : r.weight_on_output;

@@ -56,6 +56,7 @@ struct ExpertRows {
   const int* slots;                              // or null: slot = row, top_k = 1
   const float *weight_on_input, *weight_on_output;  // [rows], or null; few entries: [slots]
   int64_t top_k;
+  FewEntries few;                                // topk_ids null: the lists say what there is, or FusedRows
   TileLists* lists;                              // null for few entries, as are tiles and slots
   const TokenTile* tiles[2];
   bool lists_are_new;                            // made by the kernel just ahead of the up GEMM

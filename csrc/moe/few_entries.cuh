@@ -22,7 +22,7 @@ struct FewTiles {
   const FewShared few;
   int tiles;
 
-  // By one warp, once it has waited for the kernel ahead.
+  // By one warp, once nothing writes the ids any more.
   __device__ __forceinline__ FewTiles(const FewEntries& entries, const Shared& s, int lane) : few(s) {
     constexpr int kEntries = kMostFewEntries / 32;  // a lane
     int expert[kEntries];
@@ -81,5 +81,27 @@ struct FewTiles {
  private:
   __device__ __forceinline__ int expert_at(int row) const { return ptx::load_shared_4(few.by_row(row)) / kMostFewEntries; }
 };
+
+// The same where each GEMM has a kernel of its own.
+template <typename C>
+struct FewTilesApart : FewTiles<C> {
+  const GemmParams& p;
+  __device__ __forceinline__ FewTilesApart(const GemmParams& params, const Shared& s, int lane) : FewTiles<C>(params.few, s, lane), p(params) {}
+  // The up GEMM's are dealt: nothing could have zeroed a cursor for it. The down GEMM's is zeroed by the up GEMM.
+  __device__ __forceinline__ int after(int t, int lane) const {
+    if (!p.next_tile) return t + gridDim.x;
+    ptx::grid_dependency_wait();
+    if (lane == 0) t = gridDim.x + atomicAdd(p.next_tile, 1);
+    return __shfl_sync(~0u, t, 0);
+  }
+};
+
+// The up GEMM's scheduler, before it looks at the ids; the down GEMM's need not wait for them, since the up GEMM has waited before it let the down
+// GEMM start. The down GEMM's cursor is zeroed in every layer: before, the workspace may hold anything. What used it last, if anything, came before
+// this kernel and has ended when the wait returns. The down GEMM touches it only behind its own wait, for all of this kernel.
+__device__ __forceinline__ void prepare_few(const GemmParams& p, int lane) {
+  ptx::grid_dependency_wait();
+  if (blockIdx.x == 0 && lane == 0) *p.few.next_down = 0;
+}
 
 }  // namespace vllm_humming::gemm

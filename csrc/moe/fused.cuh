@@ -5,7 +5,6 @@
 // CTAs take them in that order. A down tile waits for the h of its own token tile only, which is mostly long done: a CTA's scheduler counts the up tiles
 // that its consumers have stored in `ready`. Nobody waits for a tile that has not been taken by a running CTA, and up tiles wait for none, so any number of CTAs comes to the end.
 #pragma once
-#include "few_entries.cuh"
 #include "gemm.cuh"
 
 namespace vllm_humming::gemm {
@@ -79,23 +78,16 @@ __device__ __forceinline__ void load_fused(const FusedParams& p, const CUtensorM
     if (lane == 0) load_all_weights<C>(EitherGemm{p}, s);
   } else if constexpr (C::kFusedGathers) {
     ptx::grid_dependency_wait();
-    for_each_stage<C>(
-        EitherGemm{p}, s,
-        [&](const GemmParams& g, const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
-          if (info.stage() == Stage::kUp) {
-            load_gathered<C>(g, s, [&](int r) { return ptx::load_shared_4(info.slots() + r * 4); }, tile.count, kb, stage, warp - 1, lane);
-          } else {
-            const uint32_t row = g.x_stride / 8, first = tile.row * row;
-            load_gathered<C>(g, s, [&](int r) { return first + r * row; }, tile.count, kb, stage, warp - 1, lane);
-          }
-        },
-        Nothing(),
-        [&](const GemmParams&, const TokenTile&, int, const TileInfo<C>& info, int) {
+    gather_all<C>(
+        EitherGemm{p}, s, warp - 1, lane,
+        [&](const TileInfo<C>& info) {
           if (info.stage() == Stage::kUp) return;
           if (lane == 0) wait_for_h<C>(p, info.token_tile());
           __syncwarp();
+        },
+        [](const GemmParams& g, const TokenTile& tile, const TileInfo<C>& info, int row) {
+          return info.stage() == Stage::kUp ? ptx::load_shared_4(info.slots() + row * 4) : uint32_t(tile.row + row) * uint32_t(g.x_stride / 8);
         });
-    ptx::copy16_wait_all();
   } else {
     if (lane > 0) return;
     ptx::tensor_map_prefetch(up_map);

@@ -67,7 +67,8 @@ struct Tile {
   WidthList widths;
   int blocks, ctas, stages, threads, shared_bytes;
   bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
-  bool few_entries;    // runs layers of few entries without a routing kernel, fused: few_entries.cuh
+  bool few_entries;    // runs layers of few entries without a routing kernel, fused: few_entries.cuh;
+  bool few_apart;      // or with a kernel for each GEMM
   // x_rows: rows that p.x holds, where it is read by tensor copies.
   void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
   // Both GEMMs in one kernel: fused.cuh. Null where the tile has none.

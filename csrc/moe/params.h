@@ -18,12 +18,13 @@ struct __align__(16) TokenTile {
   int expert, row, count, width;
 };
 
-// A layer of so few entries (tokens * top_k) that its GEMMs, fused in one kernel, route by themselves: few_entries.cuh.
+// A layer of so few entries (tokens * top_k) that its GEMMs may route by themselves: few_entries.cuh; layer.cpp has the whole rule.
 constexpr int kMostFewEntries = 64;
 struct FewEntries {
   const int* topk_ids;        // [entries]; null: not such a layer
   const int* expert_map;      // [global_experts] or null
   int entries, global_experts, local_experts;
+  int* next_down;             // two kernels: the down GEMM's next_tile; the up GEMM zeroes it
 };
 
 struct GemmParams {
@@ -37,6 +38,7 @@ struct GemmParams {
   int* next_tile;             // zero at the start: (token tile, column tile) pairs that CTAs have taken beyond their first
   const int* slots;           // [rows] slot of a row; null: slot = row
   const float* row_weight;    // [rows] router weight, or null; few entries: [entries], by slot
+  FewEntries few;             // instead of tiles, tile_count and slots
   int row_blocks, k_blocks;
   int x_columns, x_stride;    // valid columns of x (the rest of K reads as zero)
   int out_columns, out_stride;
@@ -65,7 +67,7 @@ struct FusedCounters {
 // Both GEMMs of a layer in one kernel, on the same token tiles: fused.cuh. gemm[1].x is gemm[0].out.
 struct FusedParams {
   GemmParams gemm[2];         // up, down
-  FewEntries few;             // or gemm[0] has a tile list
+  FewEntries few;             // or gemm[0] has a tile list; not gemm[i].few
   int *next, *ready;          // FusedCounters
 };
 

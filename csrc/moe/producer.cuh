@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 #include <type_traits>
+#include "few_entries.cuh"
 #include "tile.cuh"
 
 namespace vllm_humming::gemm {
@@ -87,6 +88,12 @@ __device__ __forceinline__ void publish_all(const GemmParams& p, const Shared& s
 // for a tile's reads from global memory.
 template <typename C, Stage S>
 __device__ __forceinline__ void schedule(const GemmParams& p, const Shared& s, int lane) {
+  if constexpr (C::kFewApart) {
+    if (p.few.topk_ids) {
+      if constexpr (S == Stage::kUp) prepare_few(p, lane);
+      return publish_all<C, S>(p, s, lane, FewTilesApart<C>(p, s, lane));
+    }
+  }
   if constexpr (S == Stage::kDown) {
     if (!p.tiles) return publish_all<C, S>(p, s, lane, PlainTiles<C>{{p}});  // reads nothing that a kernel ahead may have written
   }
@@ -155,23 +162,6 @@ struct ScaleShare {
   }
 };
 
-// Tokens gathered by row list, by one warp. mma.sync reads them by the generic proxy that wrote them, so no proxy fence.
-// source(row of the tile): where it starts, in units of 16 bytes from x. `warp`: of kTokenWarps.
-template <typename C, typename Source>
-__device__ __forceinline__ void load_gathered(const GemmParams& p, const Shared& s, Source source, int count, int kb, int stage, int warp, int lane) {
-  static_assert(C::kMaxWidth <= C::kNarrow, "wgmma would read gathered tokens through the async proxy");
-  constexpr int kChunks = kBlockK * 2 / 16;                        // 16-byte chunks of a row's stage
-  constexpr int kRows = 32 / kChunks;                              // rows a warp copies at a time
-  const int chunk = lane % kChunks;
-  const uint32_t dst = s.tokens + stage * C::kTokenBytes + (chunk / 8) * (C::kMaxWidth * 128);
-  const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
-  const uint4* x = static_cast<const uint4*>(p.x) + (valid ? kb * kChunks + chunk : 0);
-#pragma unroll 4
-  for (int r = warp * kRows + lane / kChunks; r < count; r += kRows * C::kTokenWarps)
-    ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + source(r), valid);
-  ptx::copy16_arrive(s.full + stage * 8);
-}
-
 struct Nothing {
   template <typename... Arguments>
   __device__ __forceinline__ void operator()(const Arguments&...) const {}
@@ -235,6 +225,48 @@ __device__ __forceinline__ void load_all_weights(const Gemm& gemm, const Shared&
       });
 }
 
+// What a loader warp for gathered tokens does, `warp` of kTokenWarps. source(p, tile, info, row of the tile): where the row starts, in units of 16
+// bytes from x. before(info): of each tile. mma.sync reads tokens by the generic proxy that wrote them, so no proxy fence.
+template <typename C, typename Gemm, typename Before, typename Source>
+__device__ __forceinline__ void gather_all(const Gemm& gemm, const Shared& s, int warp, int lane, Before before, Source source) {
+  static_assert(C::kMaxWidth <= C::kNarrow, "wgmma would read gathered tokens through the async proxy");
+  constexpr int kChunks = kBlockK * 2 / 16;                        // 16-byte chunks of a row's stage
+  constexpr int kRows = 32 / kChunks, kStep = kRows * C::kTokenWarps;  // rows a warp copies at a time, and all of them
+  const int chunk = lane % kChunks, row0 = warp * kRows + lane / kChunks;
+  const uint32_t place = s.tokens + (chunk / 8) * (C::kMaxWidth * 128);
+  Ring<C::kStages> ring;
+  Ring<C::kInfos> infos;
+  while (true) {
+    const TileInfo<C> info(s, infos.at);
+    ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
+    const TokenTile tile = info.tile();
+    if (tile.expert < 0) break;
+    before(info);
+    const GemmParams& p = gemm(info);
+    uint32_t from[C::kMaxWidth / kStep];
+#pragma unroll
+    for (int i = 0; i < C::kMaxWidth / kStep; ++i)
+      if (i * kStep < tile.count) from[i] = source(p, tile, info, row0 + i * kStep) + chunk;
+    const uint4* x = static_cast<const uint4*>(p.x);
+    for (int kb = 0; kb < p.k_blocks; ++kb) {
+      const bool valid = kb * kBlockK + chunk * 8 < p.x_columns;
+      ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
+      const uint32_t dst = place + ring.at * C::kTokenBytes;
+#pragma unroll
+      for (int i = 0; i < C::kMaxWidth / kStep; ++i) {
+        const int r = row0 + i * kStep;
+        if (r < tile.count) ptx::copy16(dst + r * 128 + ((chunk % 8 ^ (r & 7)) << 4), x + from[i] + (valid ? kb * kChunks : -chunk), valid);
+      }
+      ptx::copy16_arrive(s.full + ring.at * 8);
+      ring.next();
+    }
+    // Otherwise the consumers answer for the loaders too: they end a tile only after its last stage has arrived.
+    if (kEveryThreadArrives) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    infos.next();
+  }
+  ptx::copy16_wait_all();                                          // no thread leaves with copies in flight
+}
+
 // The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
 // kernel that starts its dependents early), so where the tile list is too, they stream before that kernel has ended.
 template <typename C, Stage S>
@@ -244,10 +276,9 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     if (lane == 0) load_all_weights<C>(OneGemm{p}, s);
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
-    for_each_stage<C>(OneGemm{p}, s, [&](const GemmParams&, const TokenTile& tile, int, const TileInfo<C>& info, int kb, int stage) {
-      load_gathered<C>(p, s, [&](int r) { return ptx::load_shared_4(info.slots() + r * 4); }, tile.count, kb, stage, warp - 1, lane);
+    gather_all<C>(OneGemm{p}, s, warp - 1, lane, Nothing(), [](const GemmParams&, const TokenTile&, const TileInfo<C>& info, int row) {
+      return ptx::load_shared_4(info.slots() + row * 4);
     });
-    ptx::copy16_wait_all();                                        // no thread leaves with copies in flight
   } else if constexpr (C::kFp8) {
     static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
     if (warp == 1 && lane > 0) return;

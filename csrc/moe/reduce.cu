@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // out[token] = sum over k of y[token * top_k + k], k ascending, fp32. Slots without a local expert are skipped (y holds nothing there).
+#include <atomic>
 #include "../ptx/ptx.cuh"
 #include "entries.cuh"
 #include "launch.h"
@@ -7,6 +8,16 @@
 
 namespace vllm_humming {
 namespace {
+
+// Counters of layers of few entries. They must be zero at a layer's start, and no kernel before it could zero them in a workspace that may hold
+// anything; so they are the library's own, zero from its loading on, and each layer's reduction zeroes what the layer used.
+using Counters = FusedCounters<kMostFewEntries>;
+
+// Layers that may overlap must not share counters. Layers of a captured graph keep theirs for good, others take turns; both go round, which is
+// safe as long as the layers so far apart do not run at the same time.
+constexpr int kCaptured = 8192, kEager = 512;
+__device__ Counters counters[kCaptured + kEager];
+std::atomic<unsigned> captured{0}, eager{0};
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;
@@ -63,6 +74,15 @@ __global__ void __launch_bounds__(kThreads, 4) reduce(const __grid_constant__ Re
 }
 
 }  // namespace
+
+Counters* few_counters(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(stream, &status), "ask whether a graph is captured");
+  void* first = nullptr;
+  check(cudaGetSymbolAddress(&first, counters), "find the counters");
+  const unsigned at = status == cudaStreamCaptureStatusNone ? kCaptured + eager++ % kEager : captured++ % kCaptured;
+  return static_cast<Counters*>(first) + at;
+}
 
 void launch_reduce(DType dtype, const ReduceParams& p, cudaStream_t stream) {
   const int64_t threads = int64_t(p.tokens) * (p.columns / kVector);

@@ -63,7 +63,8 @@ struct TileConfig {
   static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
   static constexpr bool kFused = !kFp8;                          // can run both GEMMs of a layer in one kernel: fused.cuh
   static constexpr bool kFusedGathers = kFused && kMaxWidth <= kNarrow;  // there, all tokens come by cp.async
-  static constexpr bool kFew = kFusedGathers;                    // layers of few entries run on these
+  static constexpr bool kFew = kFusedGathers;                    // layers of few entries run on these,
+  static constexpr bool kFewApart = UpTokens == Tokens::kGather;  // and on these also with a kernel for each GEMM
   static constexpr int kFewBytes = kFew ? (3 * kMostFewEntries + 4) * 4 : 0;  // FewShared
   static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kAmaxBytes +
                                       kInfos * kInfoBytes + kFewBytes + (Stages + kInfos) * 16;

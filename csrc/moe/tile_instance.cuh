@@ -85,7 +85,7 @@ struct TileInstance {
     }
   }
   static void launch_both(Format format, DType dtype, const FusedParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t stream) {
-    if constexpr (P == Path::kA16) {
+    if constexpr (Config<kAnyFormat>::kFused) {
       using Mx = Config<Format::kMxfp4>;
       using Nv = Config<Format::kNvfp4>;
       const bool mx = format == Format::kMxfp4, half = dtype == DType::kFp16;
@@ -101,7 +101,7 @@ struct TileInstance {
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
     constexpr int kBlocks = C::kTileBlocks * C::kCluster;
-    return {P,        widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, &launch,
+    return {P,        widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, C::kFewApart, &launch,
             C::kFused ? &launch_both : nullptr};
   }
 };

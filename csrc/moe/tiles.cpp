@@ -6,7 +6,7 @@
 
 namespace vllm_humming {
 
-extern const Tile tile_64x16, tile_64x32, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_256x16, tile_f8_256x16,
+extern const Tile tile_64x16, tile_64x16_3, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_256x16, tile_f8_256x16,
     tile_f8_256x64, tile_f8_256x96, tile_f8_256x256;
 
 // Cycles: schedule.py's, by width. What the cut of an expert's rows into tiles is chosen by.
@@ -16,7 +16,7 @@ struct Entry {
 };
 static const Entry kTiles[] = {
     {&tile_64x16, {297, 332}},
-    {&tile_64x32, {308, 342, 417, 496}},
+    {&tile_64x16_3, {308, 342}},
     {&tile_128x48, {288, 303, 318, 338}},
     {&tile_128x64, {304, 324, 348, 383}},
     {&tile_128x96, {359, 424, 472, 520}},

@@ -253,8 +253,9 @@ def few_group(report: Report, args: argparse.Namespace) -> None:
     for (top_k, spec, intermediate), dtype in product(kinds if on_gpu else kinds[1:2], DTYPES.values()):
         shape = Shape(736, intermediate, 24, top_k, spec, bias=True)
         layer = make_layer(shape, dtype, args.device, weight_format=args.format)
-        tiles = every_tile(layer)[:2]  # of 16 bits, the 64-row ones
-        tile_pairs = list(product(tiles, tiles))
+        # Of 16 bits: the 64-row ones, and one of those that make few entries wait for a routing kernel.
+        tiles = every_tile(layer)[:3]
+        tile_pairs = [(tiles[0], tiles[0]), (tiles[1], tiles[1]), (tiles[2], tiles[2]), (tiles[0], tiles[1])]
         most = FEW_ENTRIES // top_k
         thorough = on_gpu and dtype == torch.bfloat16
         for m in sorted({1, 2, most // 2, most, most + 1}) if thorough else sorted({2, most}) if on_gpu else (most,):
@@ -281,8 +282,8 @@ def few_group(report: Report, args: argparse.Namespace) -> None:
 
 
 def who_routes(layer: Layer, tokens: int, tiles: tuple[int, int], paths: set[bool]) -> float:
-    """The GEMMs route by themselves exactly where few_entries() in csrc/moe/layer.cpp should say so; adds to paths
-    whether they did. Told by the row list in the workspace: only a routing kernel writes one."""
+    """The GEMMs route by themselves exactly where csrc/moe/layer.cpp should say so; adds to paths whether they did.
+    Told by the row list in the workspace: only a routing kernel writes one."""
     gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens)
     s, (up, down) = layer.shape, (schedule.TILES[t] for t in tiles)
     entries = tokens * s.top_k
@@ -291,12 +292,11 @@ def who_routes(layer: Layer, tokens: int, tiles: tuple[int, int], paths: set[boo
     slots = workspace_parts(layer, workspace, entries)[4].view(torch.int32)
     few = not bool((slots != -1).any())  # poison is -1
     require(few or bool((slots >= 0).all()), "a row list with gaps")
-    gathers = layer.weight_format.path == "a16" and not up.sorted_tokens and not down.sorted_tokens
     up_rows = padded_intermediate(layer) * (2 if layer.options["activation"].gated else 1)
-    at_once = up.ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
-    most_tiles = entries * -(-up_rows // (64 * up.blocks))
-    want = gathers and entries <= FEW_ENTRIES and most_tiles <= 2 * at_once
-    require(few == want, f"routed by {'the GEMMs' if few else 'a kernel'}: {most_tiles} up tiles, {at_once} at once")
+    apart = not up.sorted_tokens and not down.sorted_tokens and schedule.few_apart(entries, up_rows, tiles[0])
+    gathers = layer.weight_format.path == "a16" and (up.widths[-1] <= 16 if up == down else apart)
+    want = gathers and entries <= FEW_ENTRIES
+    require(few == want, f"routed by {'the GEMMs' if few else 'a kernel'}: {entries} entries, tiles {tiles}")
     paths.add(few)
     return 0.0
 
@@ -321,6 +321,45 @@ def as_in_many(layer: Layer, tokens: int, *, edit, tiles: tuple[int, int]) -> fl
     few = run(layer, x[:tokens], weights[:tokens], ids[:tokens], tiles=tiles)
     reference = run(layer, x, weights, ids, tiles=tiles)[:tokens]
     require(torch.equal(few.view(torch.int16), reference.view(torch.int16)), "other bits than in a larger batch")
+    return 0.0
+
+
+def repeats_group(report: Report, args: argparse.Namespace) -> None:
+    """Down tiles wait for what other CTAs store in the same kernel: the same bits in every one of many replays, with
+    more tiles than run at once and with fewer."""
+    report.begin("many replays")
+    shapes = (Shape(2048, 768, 32, 8), Shape(2880, 736, 8, 4, bias=True), Shape(512, 2048, 64, 8, "relu2"))
+    for shape in shapes if args.device != "cpu" else ():
+        layer = make_layer(shape, torch.bfloat16, args.device, weight_format=args.format)
+        for tile, m in product(every_tile(layer), (1, 8, 40, 120)):
+            case = f"{schedule.TILES[tile].name} M={m} H={shape.hidden}"
+            report.case(case, lambda m=m, tile=tile, layer=layer: many_replays(layer, m, (tile, tile)))
+    report.end()
+
+
+def many_replays(layer: Layer, tokens: int, tiles: tuple[int, int], times: int = 100) -> float:
+    gen = torch.Generator(device=layer.w13.packed.device).manual_seed(tokens)
+    x, workspace = batch(tokens, layer, gen), workspace_for(layer, tokens)
+    weights, ids = route(tokens, layer.shape.experts, layer.shape.top_k, "uniform", gen)
+    first = run(layer, x, weights, ids, tiles=tiles)
+    outs = [torch.empty_like(x) for _ in range(4)]
+
+    def replay() -> None:  # one behind the other, in one workspace
+        for out in outs:
+            launch(layer, x, weights, ids, out, workspace, tiles)
+
+    replay()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replay()
+    for _ in range(times):
+        for out in outs:
+            out.fill_(float("nan"))
+        workspace.fill_(255)
+        graph.replay()
+        for out in outs:
+            require(torch.equal(out.view(torch.int16), first.view(torch.int16)), "other bits in a replay")
     return 0.0
 
 
@@ -529,6 +568,7 @@ GROUPS = {
     "routing": routing_group,
     "tiles": tiles_group,
     "few": few_group,
+    "repeats": repeats_group,
     "large": large_group,
     "quantized": quantized_group,
     "graphs": graphs_group,

@@ -88,7 +88,10 @@ def main() -> None:
         for spec in SPECS:
             shape = Shape(160, 96, 3, 2, spec, bias=True)
             layer = make_layer(shape, DTYPES[dtype], "cuda", weight_format=WEIGHT_FORMATS[fmt])
-            pairs = [(t, t) for t in every_tile(layer)] if spec in thorough else []
+            every = every_tile(layer)
+            # The same tile for both: one kernel, where there is one. Others: one each.
+            pairs = [(t, t) for t in every] + list(zip(every, every[1:] + every[:1], strict=True))
+            pairs = pairs if spec in thorough else []
             sizes = (FEW, TOKENS[1]) if few else (FEW, *TOKENS)
             if spec == "silu" and layer.weight_format.path == "w4a8":
                 sizes += (QUANTISED,)

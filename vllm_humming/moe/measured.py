@@ -54,6 +54,57 @@ RECORDS = (
 )
 
 
+@dataclass(frozen=True)
+class LayerRecord:
+    """A gated layer of up to 4096 entries with 16-bit activations. experts: local ones. intermediate: padded to 128.
+    rows: inclusive range of the mean rows an active expert. tiles: of the up and the down GEMM; one for both: one
+    kernel."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    rows: tuple[float, float]
+    tiles: tuple[str, str]
+
+
+def _one(experts: int, hidden: int, intermediate: int, rows: tuple[float, float], tile: str) -> LayerRecord:
+    return LayerRecord(experts, hidden, intermediate, rows, (tile, tile))
+
+
+# The fastest over MXFP4 and NVFP4: benchmarks/results/2026-12-01-h200-fused.txt.
+LAYERS = (
+    LayerRecord(128, 2048, 768, (1, 1.045), ("64x16", "64x16-3")),
+    LayerRecord(128, 2048, 768, (1.05, 1.08), ("64x16-3", "64x16")),
+    LayerRecord(128, 2048, 768, (1.09, 1.12), ("64x16", "64x16-3")),
+    _one(128, 2048, 768, (1.125, 1.2), "256x16"),
+    _one(128, 2048, 768, (1.22, 1.35), "64x16"),
+    LayerRecord(32, 6144, 2048, (1, 1.18), ("64x16", "64x16-3")),
+    _one(32, 6144, 2048, (1.2, 1.32), "64x16-3"),
+    _one(32, 6144, 2048, (1.35, 1.7), "64x16"),
+    _one(32, 6144, 2048, (2.1, 2.5), "256x16"),
+    _one(32, 6144, 2048, (56, 72), "128x96"),
+    LayerRecord(12, 3584, 3072, (1, 1.5), ("64x16-3", "64x16")),
+    _one(12, 3584, 3072, (1.7, 1.9), "64x16-3"),
+    _one(12, 3584, 3072, (2, 6), "64x16"),
+    _one(12, 3584, 3072, (10, 50), "128x64"),
+    _one(12, 3584, 3072, (52, 95), "128x96"),
+    LayerRecord(32, 2880, 2944, (1, 1.14), ("64x16", "64x16-3")),
+    _one(32, 2880, 2944, (1.15, 1.22), "64x16"),
+    _one(32, 2880, 2944, (1.23, 1.45), "64x16-3"),
+    _one(32, 2880, 2944, (1.5, 2.5), "256x16"),
+    _one(32, 2880, 2944, (7.5, 40), "128x48"),
+)
+
+
+def layer_tiles(experts: int, hidden: int, intermediate: int, rows: float) -> tuple[str, str] | None:
+    """The recorded tiles of a layer of up to 4096 entries, or None."""
+    wanted = (experts, hidden, intermediate)
+    for record in LAYERS:
+        if (record.experts, record.hidden, record.intermediate) == wanted and record.rows[0] <= rows <= record.rows[1]:
+            return record.tiles
+    return None
+
+
 def tile_for(experts: int, n: int, k: int, rows: float, path: Path) -> str | None:
     """The recorded tile of a GEMM on that path, or None."""
     wanted = (experts, n, k, path)

@@ -5,6 +5,9 @@ The host knows the number of tokens, not how they are routed, so it picks the ti
 that uniform routing would give. Into which widths each expert's rows are cut is then decided on the device, from their
 real number (csrc/moe/cut.h; `Tile.cut` is the same): any choice made here is correct for any routing.
 
+With 16-bit activations and up to 4096 entries, one tile for both GEMMs means that both run in one kernel
+(csrc/moe/fused.cuh), which mostly ends sooner than two; the model knows nothing of that, measured.LAYERS does.
+
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
 (docs/kernel-notes.md, "Measured"); CTAs take tiles as they come free, wide ones first. Tiles that read sorted tokens
@@ -19,7 +22,7 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 from statistics import NormalDist
 from typing import get_args
 
@@ -34,6 +37,8 @@ TILE_CYCLES = 3000  # a tile's start
 EPILOGUE_CYCLES = (26, 36)  # up and down, a token width of a 256-row tile
 # Cost of a round with hardly any tiles, by CTAs an SM: those that run do so undisturbed.
 LAST_ROUND = {1: 1.0, 2: 0.43, 3: 0.5, 4: 0.45}
+MOST_FUSED_ENTRIES = 4096  # kMostFusedEntries and kMostFewEntries in csrc/moe
+MOST_FEW_ENTRIES = 64
 # Standard normal quantiles: the rows of an expert under uniform routing are about Poisson. As many as keep one more
 # tile from being a jump of its own.
 _QUANTILES = tuple(NormalDist().inv_cdf((i + 0.5) / 31) for i in range(31))
@@ -108,7 +113,7 @@ def _cheapest_widths(tile: Tile, tiles: int, unused: int) -> tuple[int, ...]:
 # The order and the cycles of csrc/moe/tiles.cpp.
 TILES = (
     Tile("64x16", 1, 4, False, (8, 16), (297, 332)),
-    Tile("64x32", 1, 3, False, (8, 16, 24, 32), (308, 342, 417, 496)),
+    Tile("64x16-3", 1, 3, False, (8, 16), (308, 342)),
     Tile("128x48", 2, 3, True, (16, 32, 40, 48), (288, 303, 318, 338)),
     Tile("128x64", 2, 2, True, (16, 32, 48, 64), (304, 324, 348, 383)),
     Tile("128x96", 2, 2, True, (32, 64, 80, 96), (359, 424, 472, 520)),
@@ -255,7 +260,38 @@ def select(
     the layer (intermediate padded to 128). global_experts: experts that the ids range over, more than num_experts under
     expert parallelism. Pure host arithmetic, cached: safe under graph capture.
     """
-    return costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)[0]
+    apart, table = costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
+    entries = num_tokens * top_k
+    if path != "a16" or entries > MOST_FUSED_ENTRIES:
+        return apart
+    share = num_experts / max(num_experts, global_experts or 0)
+    mean = uniform_load(max(1.0, max(1, num_tokens) * top_k * share), num_experts).mean
+    record = measured.layer_tiles(num_experts, hidden, intermediate, mean) if gated else None
+    if record is not None:
+        return tile_named(record[0]), tile_named(record[1])
+    if entries > MOST_FEW_ENTRIES:
+        return apart
+    # Without a routing kernel run one kernel of a tile that gathers its tokens, or two of unlike 64-row tiles that have
+    # few tiles to run (csrc/moe/layer.cpp): these start sooner.
+    gathers = [index for index in table if TILES[index].widths[-1] <= 16]
+    tile = min(gathers, key=lambda index: sum(table[index]))
+    small = [index for index in gathers if TILES[index].blocks == 1]
+    pairs = [
+        pair for pair in permutations(small, 2) if few_apart(num_tokens * top_k, intermediate * (1 + gated), pair[0])
+    ]
+    if not pairs:
+        return tile, tile
+    return min(pairs, key=lambda pair: table[pair[0]][0] + table[pair[1]][1])
+
+
+def few_apart(entries: int, up_rows: int, up: int) -> bool:
+    """Whether two kernels, the up GEMM's with that tile, run a layer of few entries without a routing kernel."""
+    return entries * math.ceil(up_rows / (64 * TILES[up].blocks)) <= 2 * TILES[up].at_once
+
+
+def tile_named(name: str) -> int:
+    """Its index into TILES."""
+    return next(index for index, tile in enumerate(TILES) if tile.name == name)
 
 
 def costs(
@@ -268,7 +304,7 @@ def costs(
     global_experts: int | None = None,
     path: Path = "a16",
 ) -> tuple[tuple[int, int], dict[int, tuple[float, float]]]:
-    """What `select` picks, and the expected (up, down) microseconds of every tile of the path, by its index."""
+    """The tiles for two kernels, and the expected (up, down) microseconds of every tile of the path, by its index."""
     choice, table = expected(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
     return choice, {index: (up.us, down.us) for index, (up, down) in table.items()}
 
@@ -283,7 +319,7 @@ def expected(
     global_experts: int | None = None,
     path: Path = "a16",
 ) -> tuple[tuple[int, int], dict[int, tuple[Expected, Expected]]]:
-    """What `select` picks, and what is expected of the up and the down GEMM with every tile of the path."""
+    """The tiles for two kernels, and what is expected of the up and the down GEMM with every tile of the path."""
     # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
     share = num_experts / max(num_experts, global_experts or 0)
     load = uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
@@ -325,7 +361,7 @@ def _gemms(load: Load, n: int, k: int, epilogue: int, path: Path, *, copied: boo
 def recorded(num_experts: int, n: int, k: int, mean: float, path: Path) -> int | None:
     """The tile that measured.py has for that GEMM (k padded to 128), if any. mean: rows of an active expert."""
     name = measured.tile_for(num_experts, n, k, mean, path)
-    return next(index for index in tiles_of(path) if TILES[index].name == name) if name else None
+    return tile_named(name) if name else None
 
 
 def _cheapest(table: dict[int, Expected], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
@@ -379,6 +415,12 @@ def main() -> None:
         record = recorded(args.experts, n, k, load.mean, args.path)
         tiles = {index: both[side] for index, both in table.items()}
         _print_gemm(f"{title}: N {n}, K {k}", tiles, choice[side], record)
+    picked = select(args.tokens, *sizes, path=args.path)
+    one = args.path == "a16" and args.tokens * args.top_k <= MOST_FUSED_ENTRIES and picked[0] == picked[1]
+    if one or picked != choice:
+        names = TILES[picked[0]].name if one else " and ".join(TILES[index].name for index in picked)
+        kernels = "both in one kernel" if one else "together"
+        print(f"{kernels}: {names}{'' if picked == choice else ', which measured.py or few entries ask for'}")
 
 
 if __name__ == "__main__":

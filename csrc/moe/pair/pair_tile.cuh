@@ -22,7 +22,7 @@ struct PairConfig {
   static constexpr int kStages = Stages;
   static constexpr int kDecoded = Decoded;                       // buffers of decoded weights
   static constexpr int kCtas = 1;
-  static constexpr bool kFew = false, kFused = false;
+  static constexpr bool kFew = false, kFewApart = false, kFused = false;
   static constexpr Tokens kUpTokens = Tokens::kSorted;
   static constexpr int kBoxRows = 32;
   static constexpr bool kScalesByThread = false;                 // token scales of a stage in the tokens' order
