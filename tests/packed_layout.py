@@ -8,10 +8,10 @@ import torch
 DTYPES = [torch.bfloat16, torch.float16]
 ORDERS = [(False, "packed"), (True, "packed"), (True, "interleaved")]
 
-# fragment -> (lowest magnitude bit, sign bit) in a 16-bit lane, from the table in the notes
+# fragment -> places of its bits in a 16-bit lane: mantissa, low and high exponent bit, sign (the table in the notes)
 BITS = {
-    torch.bfloat16: [(6, 15), (3, 12), (0, 14), (9, 13)],
-    torch.float16: [(9, 15), (6, 12), (3, 14), (0, 13)],
+    torch.bfloat16: [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 14, 10, 11)],
+    torch.float16: [(9, 10, 11, 15), (6, 7, 8, 12), (3, 4, 5, 14), (0, 1, 2, 13)],
 }
 
 
@@ -38,12 +38,14 @@ def decode_chunk(chunk, dtype, factor_of):
     """
     weights = {}
     for half_k, w, g, q, step, word in words_of(chunk):
-        for fragment, (magnitude, sign) in enumerate(BITS[dtype]):
+        for fragment, (*magnitude, sign) in enumerate(BITS[dtype]):
             half, k_high = fragment & 1, fragment >> 1
             for odd in range(2):
                 lane16 = (word >> (16 * odd)) & 0xFFFF
                 top = 6 if dtype == torch.bfloat16 else 9  # two exponent bits, one mantissa bit
-                bits = ((lane16 >> sign) & 1) << 15 | ((lane16 >> magnitude) & 7) << top
+                bits = ((lane16 >> sign) & 1) << 15
+                for i, place in enumerate(magnitude):
+                    bits |= ((lane16 >> place) & 1) << (top + i)
                 k = half_k * 64 + step * 16 + k_high * 8 + 2 * q + odd
                 value = bits_to_float(bits, dtype) * factor_of((w * 8 + g) * 2 + half, k)
                 # the kernel multiplies in dtype: the product must be exact there

@@ -21,9 +21,18 @@ SHAPES = {  # top-k, experts, hidden, padded intermediate
 # about the same batch size, and its chunks take more cycles than the floor has them take. "record": of measured.py.
 # A seam that goes, too, must go from here.
 KNOWN = {
-    ("a16", "E 32"): {40: "widths"},
-    ("a16", "E 12"): {16: "widths"},
-    ("a16", "gpt-oss"): {304: "rounds"},
+    ("a16", "E 32"): {40: "widths", 48: "widths", 144: "widths", 224: "record"},
+    ("a16", "E 12"): {
+        16: "widths",
+        80: "record",
+        136: "rounds",
+        144: "rounds",
+        200: "widths",
+        248: "widths",
+        376: "rounds",
+        472: "rounds",
+    },
+    ("a16", "gpt-oss"): {72: "record"},
     ("w4a8", "E 32"): {40: "rounds", 312: "rounds", 328: "rounds", 392: "rounds"},
     ("w4a8", "E 12"): {32: "rounds", 56: "widths", 72: "widths", 104: "rounds"},
     ("w4a8", "E 128"): {160: "rounds", 176: "record", 1240: "rounds"},
@@ -38,7 +47,8 @@ def test_time_does_not_jump_but_where_it_is_known_to(shape, path):
     listed = "\n".join(map(str, found))
     assert {seam.tokens: seam.reason for seam in found} == KNOWN.get((path, shape), {}), listed
     assert all(seam.tokens - seam.before == 8 for seam in found)
-    assert all(seam.jump < 0.13 for seam in found), listed
+    # The largest is where the 12 experts' rows leave the tile for few rows, the cheapest by far up to 8.
+    assert all(seam.jump < (0.26 if (path, seam.tokens) == ("a16", 16) else 0.13) for seam in found), listed
 
 
 def test_a_jump_of_a_record_is_told_from_others(monkeypatch):
@@ -60,6 +70,7 @@ def test_a_jump_of_rounds_is_told_from_others(monkeypatch):
     monkeypatch.setattr(schedule, "TILES", (tile,))
     monkeypatch.setattr(seams, "TILES", (tile,))
     monkeypatch.setattr(measured, "RECORDS", ())
+    monkeypatch.setattr(schedule, "MOST_FUSED_ENTRIES", 0)  # a kernel each
     # 66 experts, two tiles of columns each: one round while every expert has 64 rows or fewer.
     assert seams.find((128, 136), 1, 66, 512, 256) == []
     found = seams.find((2048, 3072, 4096), 1, 66, 512, 256)
@@ -72,22 +83,28 @@ def picked() -> dict[bool, set[str]]:
     found: dict[bool, set[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
         for records in (True, False):
+            schedule.select.cache_clear()
             if not records:
                 patch.setattr(measured, "RECORDS", ())
+                patch.setattr(measured, "LAYERS", ())
             found[records] = {
                 schedule.TILES[tile].name
                 for path in ("a16", "w4a8")
                 for top_k, *sizes in SHAPES.values()
                 for tokens in (1, 2, 4, *range(8, 2049, 16), 4096, 16384)
-                for tile in schedule.costs(tokens, top_k, *sizes, path=path)[0]
+                for tile in schedule.select(tokens, top_k, *sizes, path=path)
             }
+    schedule.select.cache_clear()
     return found
+
+
+RECORDED_ONLY = {"64x16", "64x16-3"}  # small layers, whose start and end the model does not have
 
 
 @pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("tile", [tile.name for tile in schedule.TILES])
 def test_every_tile_is_chosen_for_one_of_these_shapes(tile, records, picked):
-    assert tile in picked[records]
+    assert (tile in picked[records]) == (records or tile not in RECORDED_ONLY)
 
 
 @pytest.mark.parametrize(("shape", "path"), [("E 12", "a16"), ("E 256", "w4a8")])

@@ -16,12 +16,13 @@ template <>
 struct Fp4<__nv_bfloat16> {
   static constexpr int kExponentShift = 7;
   // Four fragments of e2m1 * 2^-126, exact (0.5 is a bf16 subnormal).
+  // The multiplication shifts bits by 0, 5 and 11 at once: a lane's 3, 4, 6, 7 become 8, 15, 6, 7; what else it makes carries into none of these.
   static __device__ __forceinline__ void expand(uint32_t w, uint32_t (&a)[4]) {
-    constexpr uint32_t kMagnitude = 0x01C001C0, kSign = 0x80008000;
-    a[0] = w & (kMagnitude | kSign);
-    a[1] = (w << 3) & (kMagnitude | kSign);
-    a[2] = ((w << 6) & kMagnitude) | ((w << 1) & kSign);
-    a[3] = ((w >> 3) & kMagnitude) | ((w << 2) & kSign);
+    constexpr uint32_t kBits = 0x81C081C0;
+    a[0] = w & kBits;
+    a[1] = (w << 3) & kBits;
+    a[2] = (w << 6) & kBits;
+    a[3] = (((w >> 7) & 0x00D800D8) * (1 + (1 << 5) + (1 << 11))) & kBits;
   }
   static __device__ __forceinline__ uint32_t scale(uint32_t a, uint32_t factor) {
     uint32_t d;
@@ -34,12 +35,13 @@ template <>
 struct Fp4<__half> {
   static constexpr int kExponentShift = 10;
   // Four fragments of e2m1 * 2^-14, exact.
+  // The multiplications shift magnitude and sign at once; what else they make carries into none of kBits.
   static __device__ __forceinline__ void expand(uint32_t w, uint32_t (&a)[4]) {
-    constexpr uint32_t kMagnitude = 0x0E000E00, kSign = 0x80008000;
-    a[0] = w & (kMagnitude | kSign);
-    a[1] = (w << 3) & (kMagnitude | kSign);
-    a[2] = ((w << 6) & kMagnitude) | ((w << 1) & kSign);
-    a[3] = ((w << 9) & kMagnitude) | ((w << 2) & kSign);
+    constexpr uint32_t kBits = 0x8E008E00;
+    a[0] = w & kBits;
+    a[1] = (w << 3) & kBits;
+    a[2] = ((w & 0x40384038) * ((1 << 6) + (1 << 1))) & kBits;
+    a[3] = ((w & 0x20072007) * ((1 << 9) + (1 << 2))) & kBits;
   }
   static __device__ __forceinline__ uint32_t scale(uint32_t a, uint32_t factor) {
     uint32_t d;

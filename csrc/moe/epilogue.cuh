@@ -31,9 +31,11 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 // Barrier ids as constants: a run-time id would reserve all sixteen.
 template <typename C>
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
-  static_assert(C::kWarpgroups <= 2);
+  static_assert(C::kWarpgroups <= 4);
   if (C::kWarpgroups == 1 || warpgroup == 0) ptx::named_barrier<1>(128);
-  else ptx::named_barrier<2>(128);
+  else if (C::kWarpgroups == 2 || warpgroup == 1) ptx::named_barrier<2>(128);
+  else if (C::kWarpgroups == 3 || warpgroup == 2) ptx::named_barrier<3>(128);
+  else ptx::named_barrier<4>(128);
 }
 
 // Accumulators of store chunk `chunk`, one of [Low, High): a tree of branches, since selects would touch every accumulator for each chunk.
@@ -146,7 +148,7 @@ __device__ __forceinline__ void store(const GemmParams& p, const Shared& s, cons
   const bool gated = S == Stage::kUp && is_gated(p.activation);
   const int columns = gated ? kBlockRows / 2 : kBlockRows;         // output channels of one 64-row block
   const int column0 = block0 * columns;
-  const RowFactors<C> factors(p, info, (warpgroup * C::kBlocks * kBlockRows + warp * 16 + g) * 4);
+  const RowFactors<C> factors(p, info, (warpgroup / C::kSplitK * C::kBlocks * kBlockRows + warp * 16 + g) * 4);
 #pragma unroll 1
   for (int first = 0; first < tile.count; first += C::kStoreTokens) {
     float v[C::kBlocks][C::kStoreTokens / 2];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layers of few entries have no routing kernel: each CTA's scheduler warp sorts the ids, all the same way, so that they agree on the rows.
+// Layers of few entries may do without a routing kernel (routes_itself in layer.cpp): each CTA's scheduler warp sorts the ids, all the same way, so
+// that they agree on the rows.
 #pragma once
 #include "entries.cuh"
 #include "tile.cuh"

@@ -2,8 +2,9 @@
 // Both GEMMs of a layer in one kernel: the weights stream on from one into the other, and CTAs that run out of up tiles take down tiles.
 //
 // Roles and loops are those of gemm.cuh. Tiles are numbered through: the up GEMM's, token tile by token tile, then the down GEMM's in the same order.
-// CTAs take them in that order. A down tile waits for the h of its own token tile only, which is mostly long done: a CTA's scheduler counts the up tiles
-// that its consumers have stored in `ready`. Nobody waits for a tile that has not been taken by a running CTA, and up tiles wait for none, so any number of CTAs comes to the end.
+// CTAs take them in that order. A down tile waits for the h of its own token tile only, which is mostly long done: a CTA's scheduler counts the up
+// tiles that its consumers have stored in `ready`. Nobody waits for a tile that has not been taken by a running CTA, and up tiles wait for none, so
+// any number of CTAs comes to the end.
 #pragma once
 #include "gemm.cuh"
 
@@ -65,6 +66,10 @@ __device__ __forceinline__ void schedule_fused(const FusedParams& p, const Share
   publish_fused<C>(p, s, lane, ListedTiles{{p.gemm[0]}}, first);
 }
 
+// h is read by tensor or bulk copies: fences between the proxies on both sides.
+template <typename C>
+constexpr bool kAsyncReads = !C::kFusedGathers || C::kTokenRows;
+
 // Until the h of a token tile is complete.
 template <typename C>
 __device__ __forceinline__ void wait_for_h(const FusedParams& p, int token_tile) {
@@ -72,21 +77,23 @@ __device__ __forceinline__ void wait_for_h(const FusedParams& p, int token_tile)
 }
 
 template <typename C>
-__device__ __forceinline__ void load_fused(const FusedParams& p, const CUtensorMap* up_map, const CUtensorMap* down_map, const Shared& s, int thread) {
+__device__ __forceinline__ void load_fused(const FusedParams& p, const CUtensorMap* up_map, const CUtensorMap* down_map, const Shared& s,
+                                           int thread) {
   const int warp = thread / 32, lane = thread % 32;
   if (warp == 0) {
     if (lane == 0) load_all_weights<C>(EitherGemm{p}, s);
   } else if constexpr (C::kFusedGathers) {
     ptx::grid_dependency_wait();
-    gather_all<C>(
+    copy_tokens<C>(
         EitherGemm{p}, s, warp - 1, lane,
         [&](const TileInfo<C>& info) {
           if (info.stage() == Stage::kUp) return;
           if (lane == 0) wait_for_h<C>(p, info.token_tile());
           __syncwarp();
+          if constexpr (kAsyncReads<C>) ptx::async_proxy_fence_global();
         },
         [](const GemmParams& g, const TokenTile& tile, const TileInfo<C>& info, int row) {
-          return info.stage() == Stage::kUp ? ptx::load_shared_4(info.slots() + row * 4) : uint32_t(tile.row + row) * uint32_t(g.x_stride / 8);
+          return info.stage() == Stage::kUp ? ptx::load_shared_4(info.slots() + row * 4) : RowsTogether()(g, tile, info, row);
         });
   } else {
     if (lane > 0) return;
@@ -112,6 +119,7 @@ template <typename T, typename C>
 __device__ __forceinline__ void consume_fused(const FusedParams& p, const Shared& s, int warpgroup) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
+  Sums sums;
   int store_buffer = 0;
   while (true) {
     const TileInfo<C> info(s, infos.at);
@@ -120,16 +128,19 @@ __device__ __forceinline__ void consume_fused(const FusedParams& p, const Shared
     if (ptx::uniform(tile.expert < 0)) break;
     const bool up = ptx::uniform(info.stage() == Stage::kUp);
     const int row_blocks = up ? p.gemm[0].row_blocks : p.gemm[1].row_blocks, k_blocks = up ? p.gemm[0].k_blocks : p.gemm[1].k_blocks;
-    const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
+    const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup / C::kSplitK * C::kBlocks;
     if (ptx::uniform(block0 < row_blocks)) {
       float acc[C::kBlocks][C::kMaxWidth / 2] = {};
       multiply<T, C>(k_blocks, s, ring, tile.width, warpgroup, acc);
-      if (up) store<T, C, Stage::kUp>(p.gemm[0], s, info, tile, warpgroup, block0, store_buffer, acc);
-      else store<T, C, Stage::kDown>(p.gemm[1], s, info, tile, warpgroup, block0, store_buffer, acc);
+      if (sums.add<C>(s, warpgroup, tile.width, acc)) {
+        if (up) store<T, C, Stage::kUp>(p.gemm[0], s, info, tile, warpgroup, block0, store_buffer, acc);
+        else store<T, C, Stage::kDown>(p.gemm[1], s, info, tile, warpgroup, block0, store_buffer, acc);
+        sums.release<C>(s, warpgroup);
+      }
     } else {
-      skip_tile<C>(k_blocks, s, ring);
+      skip_stages<C>(stages_of<C>(k_blocks), s, ring);
     }
-    if (up && !C::kFusedGathers) ptx::async_proxy_fence_global();  // tensor copies will read it
+    if (up && kAsyncReads<C>) ptx::async_proxy_fence_global();
     __syncwarp();
     if (kEveryThreadArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
     infos.next();
@@ -143,7 +154,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
   constexpr int kTokenThreads = C::kFusedGathers ? 32 * C::kTokenWarps : C::kTokenWarps;
   extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
-  if (threadIdx.x == 0) init_barriers<C>(s, C::kFusedGathers ? kTokenThreads : 2, kTokenThreads);
+  if (threadIdx.x == 0) init_barriers<C>(s, C::kFusedGathers ? copy_arrivals<C>() : 2, kTokenThreads);
   __syncthreads();
   if (threadIdx.x >= C::kConsumers) {
     if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();

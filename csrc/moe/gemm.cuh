@@ -17,6 +17,7 @@
 #include "mainloop.cuh"
 #include "mainloop_fp8.cuh"
 #include "producer.cuh"
+#include "sum.cuh"
 
 namespace vllm_humming::gemm {
 
@@ -41,20 +42,24 @@ template <typename T, typename C, Stage S>
 __device__ __forceinline__ void consume(const GemmParams& p, const Shared& s, int warpgroup) {
   Ring<C::kStages> ring;
   Ring<C::kInfos> infos;
+  Sums sums;
   int store_buffer = 0;
   while (true) {
     const TileInfo<C> info(s, infos.at);
     ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
     const TokenTile tile = info.tile();
     if (ptx::uniform(tile.expert < 0)) break;
-    const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup * C::kBlocks;
+    const int block0 = int(ptx::load_shared_4(info.block())) + warpgroup / C::kSplitK * C::kBlocks;
     if (ptx::uniform(block0 < p.row_blocks)) {
       float acc[C::kBlocks][C::kMaxWidth / 2] = {};
       multiply<T, C>(p.k_blocks, s, ring, tile.width, warpgroup, acc);
-      if constexpr (C::kFp8 && S == Stage::kUp) store_fp8<C>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
-      else store<T, C, S>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+      if (sums.add<C>(s, warpgroup, tile.width, acc)) {
+        if constexpr (C::kFp8 && S == Stage::kUp) store_fp8<C>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+        else store<T, C, S>(p, s, info, tile, warpgroup, block0, store_buffer, acc);
+        sums.release<C>(s, warpgroup);
+      }
     } else {
-      skip_tile<C>(p.k_blocks, s, ring);
+      skip_stages<C>(stages_of<C>(p.k_blocks), s, ring);
     }
     __syncwarp();
     if (kEveryThreadArrives || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
@@ -80,17 +85,30 @@ __device__ __forceinline__ void init_barriers(const Shared& s, int token_arrival
     ptx::mbarrier_init(s.info_full + i * 8, kEveryThreadArrives ? 32 : 1);
     ptx::mbarrier_init(s.info_empty + i * 8, kEveryThreadArrives ? C::kConsumers + 1 + token_threads : C::kConsumers / 32);
   }
+  if constexpr (C::kSplitK > 1) {
+    for (int i = 0; i < C::kRowGroups; ++i) {
+      for (int j = 0; j < 2; ++j) ptx::mbarrier_init(s.sum_full + (i * 2 + j) * 8, (C::kSplitK - 1) * Sums::kArrivals);
+      ptx::mbarrier_init(s.sum_empty + i * 8, Sums::kArrivals);
+    }
+  }
   ptx::mbarrier_init_fence();
+}
+
+// Arrivals at a stage of warps that copy tokens.
+template <typename C>
+constexpr int copy_arrivals() {
+  return C::kTokenRows && !kEveryThreadArrives ? C::kTokenWarps : 32 * C::kTokenWarps;
 }
 
 template <typename T, typename C, Stage S>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) kernel(const __grid_constant__ GemmParams p, const __grid_constant__ CUtensorMap map) {
   constexpr int kProducerRegisters = producer_registers<C>(kGathers<C, S>);
-  constexpr int kTokenThreads = kGathers<C, S> ? 32 * C::kTokenWarps : C::kFp8 ? 1 + 32 : C::kTokenWarps;
+  constexpr bool kCopies = kGathers<C, S> || C::kTokenRows;
+  constexpr int kTokenThreads = kCopies ? 32 * C::kTokenWarps : C::kFp8 ? 1 + 32 : C::kTokenWarps;
   extern __shared__ __align__(1024) uint8_t shared_raw[];
   const Shared s = carve<C>(ptx::smem_address(shared_raw));
   // Sorted tokens of 16 bits arrive once a K half.
-  if (threadIdx.x == 0) init_barriers<C>(s, kGathers<C, S> || C::kFp8 ? kTokenThreads : 2, kTokenThreads);
+  if (threadIdx.x == 0) init_barriers<C>(s, kCopies ? copy_arrivals<C>() : C::kFp8 ? kTokenThreads : 2, kTokenThreads);
   __syncthreads();
   if (threadIdx.x >= C::kConsumers) {
     if constexpr (C::kSplitRegisters) ptx::registers_release<kProducerRegisters>();

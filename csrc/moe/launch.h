@@ -52,7 +52,7 @@ constexpr TokenType token_type(DType d) { return d == DType::kBf16 ? TokenType::
 CUtensorMap token_map(TokenType type, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows);
 
 // No tile's widest token width is less, and no expert has more tiles than it takes of the widest: bounds the tile lists in the workspace.
-constexpr int kLeastWidest = 16;
+constexpr int kLeastWidest = 8;
 
 // Most entries of a layer whose GEMMs run in one kernel: of the one-CTA routing, which zeroes that kernel's counters.
 constexpr int64_t kMostFusedEntries = 4096;
@@ -66,9 +66,9 @@ struct Tile {
   Path path;
   WidthList widths;
   int blocks, ctas, stages, threads, shared_bytes;
-  bool sorted_tokens;  // the up GEMM reads a sorted copy of the tokens instead of gathering them
-  bool few_entries;    // runs layers of few entries without a routing kernel, fused: few_entries.cuh;
-  bool few_apart;      // or with a kernel for each GEMM
+  bool sorted_tokens;  // the up GEMM, in a kernel of its own, reads a sorted copy of the tokens instead of gathering them
+  bool few_entries;    // one kernel for both GEMMs gathers all tokens, and runs layers of few entries without a routing kernel: few_entries.cuh;
+  bool few_apart;      // and so do two kernels
   // x_rows: rows that p.x holds, where it is read by tensor copies.
   void (*launch)(Format, DType, Stage, const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaStream_t);
   // Both GEMMs in one kernel: fused.cuh. Null where the tile has none.

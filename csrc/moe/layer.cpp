@@ -76,9 +76,9 @@ bool fused(const LayerArgs& a) {
 //
 // In one kernel: always. No kernel before it could zero its counters, so these are kept zero by the reduction of the layer that used them.
 //
-// In two kernels, where the caller wants two 64-row tiles: that saves the routing, about 2 us; but the up GEMM's tiles are then dealt, which costs more
-// the more of them a CTA runs. Whole layers in us, with routing -> without, by most up tiles over CTAs at once (MXFP4, H200): 0.4 18.0 -> 15.5, 0.7
-// 22.0 -> 19.9, 0.9 31.4 -> 29.5, 1.0 57.8 -> 56.6, 1.5 37.5 -> 33.4, 1.9 53.2 -> 51.5 and 42.7 -> 40.6; 2.9 65.8 -> 71.8 (and 48.1 -> 46.7), 3.7
+// In two kernels, where the caller wants two 64-row tiles: that saves the routing, about 2 us; but the up GEMM's tiles are then dealt, which costs
+// more the more of them a CTA runs. Whole layers in us, with routing -> without, by most up tiles over CTAs at once (MXFP4, H200): 0.4 18.0 -> 15.5,
+// 0.7 22.0 -> 19.9, 0.9 31.4 -> 29.5, 1.0 57.8 -> 56.6, 1.5 37.5 -> 33.4, 1.9 53.2 -> 51.5 and 42.7 -> 40.6; 2.9 65.8 -> 71.8 (and 48.1 -> 46.7), 3.7
 // 65.3 -> 67.3.
 bool routes_itself(const LayerArgs& a) {
   const Experts& e = a.experts;
@@ -144,7 +144,7 @@ void run_chunk(const LayerArgs& a, const Workspace& ws, int64_t first, int64_t t
   r.slots = route.slots;
   r.lists = route.lists;
   for (int i = 0; i < 2; ++i) r.tiles[i] = route.tiles[i];
-  // The sorted tokens live where y will: the up GEMM is done with them before the down GEMM writes.
+  // The sorted tokens live where y will, since the up GEMM is done with them before the down GEMM writes; but where one kernel runs both.
   const RowList list = {route.slots, nullptr, &route.lists->rows, int(entries), int(a.top_k)};
   if (e.fp8()) {
     QuantizeParams q = {};

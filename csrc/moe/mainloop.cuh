@@ -39,6 +39,7 @@ struct Codes {
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_wide(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                               float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
+  static_assert(C::kSplitK == 1);
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
   const uint32_t weights = s.weights + warpgroup * C::kBlocks * C::kChunkBytes;
@@ -88,36 +89,45 @@ __device__ __forceinline__ void multiply_wide(int k_blocks, const Shared& s, Rin
   if (lane == 0) ptx::mbarrier_arrive(release);
 }
 
+// For a warpgroup that has nothing to multiply: keeps the ring turning and leaves the tensor cores to the others.
+template <typename C>
+__device__ __forceinline__ void skip_stages(int stages, const Shared& s, Ring<C::kStages>& ring) {
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) {
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
+    ring.next();
+  }
+}
+
 // The same by mma.sync, for narrow tiles, whose time is the decoding.
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_narrow(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
                                                 float (&acc)[C::kBlocks][C::kMaxWidth / 2]) {
   const int thread = ptx::opaque(threadIdx.x % 128), lane = thread % 32;
   const Fragment<C> at(thread);
+  constexpr int kBlockBytes = C::kStageK * C::kChunkBytes, kStepBytes = C::kSplitK * C::kChunkBytes;
+  const int part = warpgroup % C::kSplitK, stages = stages_of<C>(k_blocks);
+  const uint32_t weights = s.weights + warpgroup / C::kSplitK * C::kBlocks * kBlockBytes + part * C::kChunkBytes;
   // ldmatrix: tile lane / 8 is K chunk (lane / 8) of 8 tokens; the swizzle of row r is r % 8 = lane % 8.
-  const uint32_t row = lane % 8 * 128, chunk = lane / 8, swizzle = lane % 8;
-  uint32_t release = 0;
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    // The stage before, here and not behind its products: within their basic block the compiler moves the arrival up to reads that are issued
-    // but queue behind another CTA's global loads; it overtakes them, and the next copy overwrites what they were to read.
-    __syncwarp();
-    if (kb > 0 && lane == 0) ptx::mbarrier_arrive(release);
-    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    const uint32_t w = s.weights + ring.at * C::kWeightBytes + warpgroup * C::kBlocks * C::kChunkBytes;
-    const uint32_t x = s.tokens + ring.at * C::kTokenBytes + row;
+  const uint32_t chunk = lane / 8, swizzle = lane % 8;
+  const uint32_t row = C::kTokenRows ? lane % 8 * C::kTokenStride + part * (kBlockK * 2) + chunk * 16 : lane % 8 * 128;
+  auto multiply_chunk = [&](uint32_t w, uint32_t x) {
     Scales<C::kFormat> scales[C::kBlocks];
     uint4 codes[C::kBlocks];
 #pragma unroll
-    for (int b = 0; b < C::kBlocks; ++b) scales[b].load(w + b * C::kChunkBytes + at.scales);
+    for (int b = 0; b < C::kBlocks; ++b) scales[b].load(w + b * kBlockBytes + at.scales);
 #pragma unroll
     for (int group = 0; group < kBlockK / 32; ++group) {
       uint4 tokens[N / 8];
 #pragma unroll
       for (int j = 0; j < N / 8; ++j)
-        tokens[j] = ptx::load_matrix_4(x + group / 2 * (C::kMaxWidth * 128) + j * 1024 + (((group % 2 * 4 + chunk) ^ swizzle) << 4));
+        tokens[j] = ptx::load_matrix_4(C::kTokenRows ? x + j * 8 * C::kTokenStride + group * 64
+                                                     : x + group / 2 * (C::kMaxWidth * 128) + j * 1024 + (((group % 2 * 4 + chunk) ^ swizzle) << 4));
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
-        if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * C::kChunkBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
+        if (group % 2 == 0) codes[b] = ptx::load_shared_16(w + b * kBlockBytes + (group / 2) * (kCodeBytes / 2) + at.codes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int step = group * 2 + i;
@@ -129,23 +139,27 @@ __device__ __forceinline__ void multiply_narrow(int k_blocks, const Shared& s, R
         }
       }
     }
+  };
+  uint32_t release = 0;
+  for (int step = 0; step < stages; ++step) {
+    // The stage before, here and not behind its products: within their basic block the compiler moves the arrival up to reads that are issued
+    // but queue behind another CTA's global loads; it overtakes them, and the next copy overwrites what they were to read.
+    __syncwarp();
+    if (step > 0 && lane == 0) ptx::mbarrier_arrive(release);
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    uint32_t w = weights + ring.at * C::kWeightBytes, x = s.tokens + ring.at * C::kTokenBytes + row;
+    if constexpr (C::kStageK == 1) {
+      multiply_chunk(w, x);
+    } else {
+      const int chunks = chunks_of<C>(k_blocks, step);
+#pragma unroll 1
+      for (int i = part; i < chunks; i += C::kSplitK, w += kStepBytes, x += C::kSplitK * kBlockK * 2) multiply_chunk(w, x);
+    }
     release = s.empty + ring.at * 8;
     ring.next();
   }
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive(release);
-}
-
-// A warpgroup past the last weight row: keeps the ring turning and leaves the tensor cores to the others.
-template <typename C>
-__device__ __forceinline__ void skip_tile(int k_blocks, const Shared& s, Ring<C::kStages>& ring) {
-#pragma unroll 1
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
-    ring.next();
-  }
 }
 
 }  // namespace vllm_humming::gemm

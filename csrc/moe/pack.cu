@@ -7,15 +7,18 @@ namespace {
 constexpr int kThreads = 256;  // one for each four words of a chunk's codes
 constexpr int kLanes = 32;
 
-// Where the eight codes of a word lie in it, by byte (two codes: even k, odd k) of those that the word takes: the lowest magnitude bit and
-// the sign bit. vllm_humming/moe/codes.py has the same tables.
+// Where the eight codes of a word lie in it, by byte (two codes: even k, odd k) of those that the word takes: the places of a code's four bits,
+// low first, the last one the sign. vllm_humming/moe/codes.py has the same tables.
 struct WordLayout {
-  int magnitude[4][2], sign[4][2];
+  int bits[4][2][4];
 };
 constexpr WordLayout kWordLayouts[] = {
-    {{{6, 22}, {3, 19}, {0, 16}, {9, 25}}, {{15, 31}, {12, 28}, {14, 30}, {13, 29}}},  // bf16
-    {{{9, 25}, {6, 22}, {3, 19}, {0, 16}}, {{15, 31}, {12, 28}, {14, 30}, {13, 29}}},  // fp16
-    {{{0, 4}, {8, 12}, {16, 20}, {24, 28}}, {{7, 15}, {23, 31}, {3, 11}, {19, 27}}},   // e4m3
+    // bf16
+    {{{{6, 7, 8, 15}, {22, 23, 24, 31}}, {{3, 4, 5, 12}, {19, 20, 21, 28}}, {{0, 1, 2, 9}, {16, 17, 18, 25}}, {{13, 14, 10, 11}, {29, 30, 26, 27}}}},
+    // fp16
+    {{{{9, 10, 11, 15}, {25, 26, 27, 31}}, {{6, 7, 8, 12}, {22, 23, 24, 28}}, {{3, 4, 5, 14}, {19, 20, 21, 30}}, {{0, 1, 2, 13}, {16, 17, 18, 29}}}},
+    // e4m3
+    {{{{0, 1, 2, 7}, {4, 5, 6, 15}}, {{8, 9, 10, 23}, {12, 13, 14, 31}}, {{16, 17, 18, 3}, {20, 21, 22, 11}}, {{24, 25, 26, 19}, {28, 29, 30, 27}}}},
 };
 
 template <int Layout>
@@ -27,7 +30,11 @@ __device__ __forceinline__ uint32_t word_of(const uint32_t (&bytes)[4]) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t code = bytes[i] >> (4 * n);
-      word |= (code & 7) << kLayout.magnitude[i][n] | (code >> 3 & 1) << kLayout.sign[i][n];
+      const auto& at = kLayout.bits[i][n];
+      // Neighbouring bits move together.
+      if (at[1] == at[0] + 1 && at[2] == at[0] + 2) word |= (code & 7) << at[0];
+      else word |= (code & 3) << at[0] | (code >> 2 & 1) << at[2];
+      word |= (code >> 3 & 1) << at[3];
     }
   return word;
 }

@@ -61,7 +61,7 @@ struct GemmParams {
 template <int Tiles>
 struct FusedCounters {
   int next;                   // tiles taken, of the up and then of the down GEMM
-  int ready[Tiles];           // by token tile: how many warps have stored their part of its h
+  int ready[Tiles];           // by token tile: how many column tiles of its h are stored
 };
 
 // Both GEMMs of a layer in one kernel, on the same token tiles: fused.cuh. gemm[1].x is gemm[0].out.
@@ -74,7 +74,7 @@ struct FusedParams {
 // Lengths of what the routing makes, and the GEMMs' cursors into it.
 struct TileLists {
   int tiles[2];               // token tiles of the up and the down GEMM
-  int next[2];                // GemmParams::next_tile of each
+  int next[2];                // GemmParams::next_tile of each; where one kernel runs both, the first is FusedCounters::next
   int rows;
 };
 

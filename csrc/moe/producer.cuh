@@ -117,11 +117,11 @@ template <typename C>
 __device__ __forceinline__ void load_weights(const GemmParams& p, const Shared& s, const TokenTile& tile, int block0, int kb, int stage,
                                              uint64_t policy) {
   const int blocks = max(0, min(C::kTileBlocks, p.row_blocks - block0));
-  const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb) * C::kChunkBytes;
-  const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes;
-  ptx::mbarrier_arrive_expect_tx(full, blocks * C::kChunkBytes);
+  const uint8_t* w = p.packed + ((size_t(tile.expert) * p.row_blocks + block0) * p.k_blocks + kb * C::kStageK) * C::kChunkBytes;
+  const uint32_t full = s.full + stage * 8, dst = s.weights + stage * C::kWeightBytes, bytes = chunks_of<C>(p.k_blocks, kb) * C::kChunkBytes;
+  ptx::mbarrier_arrive_expect_tx(full, blocks * bytes);
   for (int b = 0; b < blocks; ++b)
-    ptx::bulk_load(dst + b * C::kChunkBytes, w + size_t(b) * p.k_blocks * C::kChunkBytes, C::kChunkBytes, full, policy);
+    ptx::bulk_load(dst + b * C::kStageK * C::kChunkBytes, w + size_t(b) * p.k_blocks * C::kChunkBytes, bytes, full, policy);
 }
 
 // One 64-wide K half of tokens whose rows lie together: kBoxRows rows a copy, swizzled by the copy engine.
@@ -176,8 +176,8 @@ struct OneGemm {
   }
 };
 
-// Calls f(p, tile, block0, info, kb, stage) for every stage of every tile, each once its buffer is free, and ahead(tile, kb) before that; and
-// begin(p, tile, block0, info, stage) before a tile's first stage. gemm(info): the tile's p.
+// Calls f(p, tile, block0, info, kb, stage) for every stage, number kb, of every tile, each once its buffer is free, and ahead(tile, kb) before
+// that; and begin(p, tile, block0, info, stage) before a tile's first stage. gemm(info): the tile's p.
 template <typename C, typename Gemm, typename F, typename Ahead, typename Begin = Nothing>
 __device__ __forceinline__ void for_each_stage(const Gemm& gemm, const Shared& s, F f, Ahead ahead, Begin begin = {}) {
   Ring<C::kStages> ring;
@@ -193,7 +193,8 @@ __device__ __forceinline__ void for_each_stage(const Gemm& gemm, const Shared& s
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
       begin(p, tile, block0, info, ring.at);
     }
-    for (int kb = 0; kb < p.k_blocks; ++kb) {
+    const int stages = stages_of<C>(p.k_blocks);
+    for (int kb = 0; kb < stages; ++kb) {
       ahead(tile, kb);
       ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
       f(p, tile, block0, info, kb, ring.at);
@@ -267,6 +268,61 @@ __device__ __forceinline__ void gather_all(const Gemm& gemm, const Shared& s, in
   ptx::copy16_wait_all();                                          // no thread leaves with copies in flight
 }
 
+// What is behind the last column of a token where it ends within a chunk of K.
+static __device__ const uint4 kZeros[kBlockK * 2 / 16] = {};
+
+// The same where a token's part of a stage is one row of shared memory: a bulk copy a token. Each lane has one.
+template <typename C, typename Gemm, typename Before, typename Source>
+__device__ __forceinline__ void copy_rows(const Gemm& gemm, const Shared& s, int warp, int lane, Before before, Source source) {
+  static_assert(C::kTokenRows && C::kMaxWidth <= 32 * C::kTokenWarps);
+  constexpr int kBytes = kBlockK * 2;                              // of a chunk of K
+  const int row = lane * C::kTokenWarps + warp;
+  Ring<C::kStages> ring;
+  Ring<C::kInfos> infos;
+  while (true) {
+    const TileInfo<C> info(s, infos.at);
+    ptx::mbarrier_wait(s.info_full + infos.at * 8, infos.parity);
+    const TokenTile tile = info.tile();
+    if (tile.expert < 0) break;
+    before(info);
+    const GemmParams& p = gemm(info);
+    const bool mine = row < tile.count;
+    const uint32_t rows = max(0, (tile.count - warp + C::kTokenWarps - 1) / C::kTokenWarps);  // of this warp
+    const uint8_t* from = static_cast<const uint8_t*>(p.x) + (mine ? size_t(source(p, tile, info, row)) * 16 : 0);
+    const int stages = stages_of<C>(p.k_blocks);
+    for (int step = 0; step < stages; ++step) {
+      const uint32_t full = s.full + ring.at * 8, dst = s.tokens + ring.at * C::kTokenBytes + row * C::kTokenStride;
+      const int bytes = chunks_of<C>(p.k_blocks, step) * kBytes, begin = step * C::kStageK * kBytes, there = min(bytes, p.x_columns * 2 - begin);
+      ptx::mbarrier_wait(s.empty + ring.at * 8, ring.parity ^ 1);
+      if (kEveryThreadArrives || lane == 0) ptx::mbarrier_arrive_expect_tx(full, lane == 0 ? rows * bytes : 0);
+      __syncwarp();
+      if (mine) {
+        ptx::bulk_load(dst, from + begin, there, full);
+        if (there < bytes) ptx::bulk_load(dst + there, kZeros, bytes - there, full);
+      }
+      ring.next();
+    }
+    // Otherwise the consumers answer for the loaders too: they end a tile only after its last stage has arrived.
+    if (kEveryThreadArrives) ptx::mbarrier_arrive(s.info_empty + infos.at * 8);
+    infos.next();
+  }
+}
+
+// Tokens by the loader warps for them, however a tile without tensor copies has them.
+template <typename C, typename Gemm, typename Before, typename Source>
+__device__ __forceinline__ void copy_tokens(const Gemm& gemm, const Shared& s, int warp, int lane, Before before, Source source) {
+  if constexpr (C::kTokenRows) copy_rows<C>(gemm, s, warp, lane, before, source);
+  else gather_all<C>(gemm, s, warp, lane, before, source);
+}
+
+// Where a row of the down GEMM's tokens starts, in units of 16 bytes: they lie together.
+struct RowsTogether {
+  template <typename Info>
+  __device__ __forceinline__ uint32_t operator()(const GemmParams& p, const TokenTile& tile, const Info&, int row) const {
+    return uint32_t(tile.row + row) * uint32_t(p.x_stride / 8);
+  }
+};
+
 // The loader warps: one for the weights, the others for the tokens. Weights are older than the kernel ahead (what writes them must not be a
 // kernel that starts its dependents early), so where the tile list is too, they stream before that kernel has ended.
 template <typename C, Stage S>
@@ -276,9 +332,12 @@ __device__ __forceinline__ void load(const GemmParams& p, const CUtensorMap* map
     if (lane == 0) load_all_weights<C>(OneGemm{p}, s);
   } else if constexpr (kGathers<C, S>) {
     ptx::grid_dependency_wait();
-    gather_all<C>(OneGemm{p}, s, warp - 1, lane, Nothing(), [](const GemmParams&, const TokenTile&, const TileInfo<C>& info, int row) {
+    copy_tokens<C>(OneGemm{p}, s, warp - 1, lane, Nothing(), [](const GemmParams&, const TokenTile&, const TileInfo<C>& info, int row) {
       return ptx::load_shared_4(info.slots() + row * 4);
     });
+  } else if constexpr (C::kTokenRows) {
+    ptx::grid_dependency_wait();
+    copy_rows<C>(OneGemm{p}, s, warp - 1, lane, Nothing(), RowsTogether());
   } else if constexpr (C::kFp8) {
     static_assert(C::kTokenWarps == 2, "one for the tokens, one for their scales");
     if (warp == 1 && lane > 0) return;

@@ -19,8 +19,10 @@ struct Widths {
 // How the up GEMM gets its tokens: gathered by row list (cp.async), or from a sorted copy by the tensor copy engine.
 enum class Tokens { kGather, kSorted };
 
+// SplitK: warpgroups that share their weight rows and take a stage's chunks of K in turns; they add up at the end of a tile (sum.cuh).
+// StageK: chunks of K in a stage.
 template <Format WeightFormat, int Warpgroups, int BlocksPerWarpgroup, typename TokenWidths, int Stages, int Ctas, int ProducerWarps,
-          int Narrow, Tokens UpTokens>
+          int Narrow, Tokens UpTokens, int SplitK = 1, int StageK = SplitK>
 struct TileConfig {
   using W = TokenWidths;
   static constexpr Format kFormat = WeightFormat;
@@ -28,7 +30,11 @@ struct TileConfig {
   static constexpr int kChunkBytes = chunk_bytes(WeightFormat);
   static constexpr int kWarpgroups = Warpgroups;
   static constexpr int kBlocks = BlocksPerWarpgroup;             // 64-row blocks of a warpgroup
-  static constexpr int kTileBlocks = Warpgroups * BlocksPerWarpgroup;
+  static constexpr int kSplitK = SplitK;
+  static constexpr int kStageK = StageK;
+  static_assert(Warpgroups % SplitK == 0 && StageK % SplitK == 0 && (StageK > 1) == (SplitK > 1));
+  static constexpr int kRowGroups = Warpgroups / SplitK;         // warpgroup w: row group w / kSplitK, part w % kSplitK
+  static constexpr int kTileBlocks = kRowGroups * BlocksPerWarpgroup;
   static constexpr int kTileRows = kTileBlocks * kBlockRows;
   static constexpr int kMaxWidth = W::kMax;
   static constexpr int kStages = Stages;
@@ -49,8 +55,11 @@ struct TileConfig {
   template <int Producer>
   static constexpr int kConsumerRegisters = (65536 / Ctas / kThreads / 8 * 8 * kThreads - Producer * 128) / kConsumers / 8 * 8;
 
-  static constexpr int kTokenBytes = kMaxWidth * kBlockK * token_bytes(WeightFormat);  // a stage
-  static constexpr int kWeightBytes = kTileBlocks * kChunkBytes;
+  // Tokens of a stage. Where K is split a token's are one row, copied whole; + 16: rows start in different banks. Else [half of K][token], swizzled.
+  static constexpr bool kTokenRows = SplitK > 1;
+  static constexpr int kTokenStride = StageK * kBlockK * 2 + 16;  // of a row
+  static constexpr int kTokenBytes = kTokenRows ? kMaxWidth * kTokenStride : kMaxWidth * kBlockK * token_bytes(WeightFormat);
+  static constexpr int kWeightBytes = kTileBlocks * StageK * kChunkBytes;  // a stage: [block][chunk of K]
   static constexpr bool kScalesByThread = true;                  // see scale_place
   static constexpr int kScaleBytes = kFp8 ? (kMaxWidth * 4 + 127) / 128 * 128 : 0;     // token scales of a stage
   static constexpr int kStoreTokens = kMaxWidth <= (kFp8 ? 64 : 32) ? 8 : 16;  // tokens of one store chunk
@@ -61,20 +70,23 @@ struct TileConfig {
   static constexpr int kInfoBytes = 32 + kMaxWidth * 8 + kTileRows * 8;
   // Largest magnitudes of a store chunk's tokens, by warp: what the up GEMM's FP8 output is scaled by. Two of them.
   static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
+  static constexpr int kSumBytes = kBlocks * kMaxWidth / 2 * 4 * 128 * (SplitK - 1);  // sums of all parts but one, of a row group
   static constexpr bool kFused = !kFp8;                          // can run both GEMMs of a layer in one kernel: fused.cuh
   static constexpr bool kFusedGathers = kFused && kMaxWidth <= kNarrow;  // there, all tokens come by cp.async
   static constexpr bool kFew = kFusedGathers;                    // layers of few entries run on these,
-  static constexpr bool kFewApart = UpTokens == Tokens::kGather;  // and on these also with a kernel for each GEMM
+  static constexpr bool kFewApart = UpTokens == Tokens::kGather && SplitK == 1;  // and on these also with a kernel for each GEMM
   static constexpr int kFewBytes = kFew ? (3 * kMostFewEntries + 4) * 4 : 0;  // FewShared
+  static constexpr int kBarriers = 2 * (Stages + kInfos) + (SplitK > 1 ? 3 * kRowGroups : 0);
   static constexpr int kSharedBytes = Stages * (kTokenBytes + kWeightBytes + kScaleBytes) + kWarpgroups * 2 * kStoreBytes + 2 * kAmaxBytes +
-                                      kInfos * kInfoBytes + kFewBytes + (Stages + kInfos) * 16;
+                                      kInfos * kInfoBytes + kFewBytes + kRowGroups * kSumBytes + kBarriers * 8;
 };
 
 namespace gemm {
 
-// Barriers of the stages: full[i] and empty[i]; of the tile infos: info_full[j] and info_empty[j].
+// Barriers of the stages: full[i] and empty[i]; of the tile infos: info_full[j] and info_empty[j]; of a row group's sums: sum_full[2 r + turn % 2]
+// and sum_empty[r].
 struct Shared {
-  uint32_t tokens, weights, scales, store, amax, info, few, full, empty, info_full, info_empty;  // shared-memory addresses
+  uint32_t tokens, weights, scales, store, amax, sums, info, few, full, empty, info_full, info_empty, sum_full, sum_empty;  // shared-memory addresses
 };
 
 template <typename C>
@@ -86,12 +98,15 @@ __device__ __forceinline__ Shared carve(uint32_t base) {
   s.scales = s.weights + C::kStages * C::kWeightBytes;
   s.store = s.scales + C::kStages * C::kScaleBytes;
   s.amax = s.store + C::kWarpgroups * 2 * C::kStoreBytes;
-  s.info = s.amax + 2 * C::kAmaxBytes;
+  s.sums = s.amax + 2 * C::kAmaxBytes;
+  s.info = s.sums + C::kRowGroups * C::kSumBytes;
   s.few = s.info + C::kInfos * C::kInfoBytes;
   s.full = s.few + C::kFewBytes;
   s.empty = s.full + C::kStages * 8;
   s.info_full = s.empty + C::kStages * 8;
   s.info_empty = s.info_full + C::kInfos * 8;
+  s.sum_full = s.info_empty + C::kInfos * 8;
+  s.sum_empty = s.sum_full + C::kRowGroups * 16;
   return s;
 }
 
@@ -121,6 +136,17 @@ template <typename C>
 __device__ __forceinline__ int scale_place(int token) {
   if constexpr (!C::kScalesByThread) return token;
   else return token % 8 / 2 * (C::kMaxWidth / 4) + token / 8 * 2 + token % 2;
+}
+
+// Stages that a tile's chunks of K take.
+template <typename C>
+__device__ __forceinline__ int stages_of(int k_blocks) {
+  return (k_blocks + C::kStageK - 1) / C::kStageK;
+}
+// Chunks of K in its stage `step`.
+template <typename C>
+__device__ __forceinline__ int chunks_of(int k_blocks, int step) {
+  return C::kStageK == 1 ? 1 : min(C::kStageK, k_blocks - step * C::kStageK);
 }
 
 // Position in a ring of N buffers and the parity of its barriers.

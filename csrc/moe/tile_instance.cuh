@@ -45,7 +45,7 @@ void launch_gemm(const GemmParams& p, int64_t x_rows, int64_t most_tiles, cudaSt
   }();
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), "reserve shared memory");
   CUtensorMap map = {};
-  if constexpr (!gemm::kGathers<C, S>) map = map_of<C>(p, kDtype<T>, x_rows);
+  if constexpr (!gemm::kGathers<C, S> && !C::kTokenRows) map = map_of<C>(p, kDtype<T>, x_rows);
   int64_t at_once = int64_t(multiprocessors()) * C::kCtas / kCluster;
   if constexpr (kCluster > 1) {
     // The first CTA tells the second its tiles through two mailboxes. It may be a ring of stages ahead, so a tile must be longer; else one tile a
@@ -101,8 +101,9 @@ struct TileInstance {
     WidthList widths = {C::W::kCount, {}};
     for (int i = 0; i < C::W::kCount; ++i) widths.at[i] = C::W::kAt[i];
     constexpr int kBlocks = C::kTileBlocks * C::kCluster;
-    return {P,        widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, C::kUpTokens == Tokens::kSorted, C::kFew, C::kFewApart, &launch,
-            C::kFused ? &launch_both : nullptr};
+    constexpr bool kSorted = C::kUpTokens == Tokens::kSorted;
+    return {P,       widths, kBlocks, C::kCtas, C::kStages, C::kThreads, C::kSharedBytes, kSorted, C::kFew, C::kFewApart,
+            &launch, C::kFused ? &launch_both : nullptr};
   }
 };
 

@@ -6,8 +6,8 @@
 
 namespace vllm_humming {
 
-extern const Tile tile_64x16, tile_64x16_3, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_256x16, tile_f8_256x16,
-    tile_f8_256x64, tile_f8_256x96, tile_f8_256x256;
+extern const Tile tile_64x16, tile_64x16_3, tile_128x48, tile_128x64, tile_128x96, tile_256x128, tile_256x160, tile_256x16, tile_128x16_k2,
+    tile_64x8_k4, tile_f8_256x16, tile_f8_256x64, tile_f8_256x96, tile_f8_256x256;
 
 // Cycles: schedule.py's, by width. What the cut of an expert's rows into tiles is chosen by.
 struct Entry {
@@ -15,14 +15,16 @@ struct Entry {
   int cycles[WidthList::kMost];
 };
 static const Entry kTiles[] = {
-    {&tile_64x16, {297, 332}},
-    {&tile_64x16_3, {308, 342}},
-    {&tile_128x48, {288, 303, 318, 338}},
-    {&tile_128x64, {304, 324, 348, 383}},
+    {&tile_64x16, {255, 285}},
+    {&tile_64x16_3, {264, 294}},
+    {&tile_128x48, {268, 282, 296, 314}},
+    {&tile_128x64, {283, 301, 324, 356}},
     {&tile_128x96, {359, 424, 472, 520}},
     {&tile_256x128, {344, 399, 479, 589}},
     {&tile_256x160, {404, 473, 581, 729}},
-    {&tile_256x16, {250, 290}},
+    {&tile_256x16, {222, 256}},
+    {&tile_128x16_k2, {232, 266}},
+    {&tile_64x8_k4, {245}},
     {&tile_f8_256x16, {188, 188}},
     {&tile_f8_256x64, {206, 236, 284, 367}},
     {&tile_f8_256x96, {295, 330, 350, 434}},

@@ -6,12 +6,13 @@ that uniform routing would give. Into which widths each expert's rows are cut is
 real number (csrc/moe/cut.h; `Tile.cut` is the same): any choice made here is correct for any routing.
 
 With 16-bit activations and up to 4096 entries, one tile for both GEMMs means that both run in one kernel
-(csrc/moe/fused.cuh), which mostly ends sooner than two; the model knows nothing of that, measured.LAYERS does.
+(csrc/moe/fused.cuh).
 
 Cost model, in SM cycles: a GEMM is a number of tiles; a tile of `blocks` 64-row blocks and width w costs
 `blocks * k_blocks * cycles[w]`, a start and an epilogue by its width, fitted to whole GEMMs on an H200
-(docs/kernel-notes.md, "Measured"); CTAs take tiles as they come free, wide ones first. Tiles that read sorted tokens
-add the sorting copy. Where a measurement disagreed, measured.py has the last word.
+(docs/kernel-notes.md, "Measured"); CTAs take tiles as they come free, wide ones first, and in one kernel those of the
+down GEMM behind those of the up GEMM. Tiles that read sorted tokens add the sorting copy. Where a measurement
+disagreed, measured.py has the last word.
 
 `python -m vllm_humming.moe.schedule TOKENS TOP_K EXPERTS HIDDEN INTERMEDIATE` prints what is chosen and why, with
 `--seams` where the expected time jumps from one batch size to the next (seams.py).
@@ -39,6 +40,8 @@ EPILOGUE_CYCLES = (26, 36)  # up and down, a token width of a 256-row tile
 LAST_ROUND = {1: 1.0, 2: 0.43, 3: 0.5, 4: 0.45}
 MOST_FUSED_ENTRIES = 4096  # kMostFusedEntries and kMostFewEntries in csrc/moe
 MOST_FEW_ENTRIES = 64
+MOST_GATHERED = 16  # tiles up to so wide gather their tokens in one kernel (kFusedGathers in csrc/moe/tile.cuh)
+KERNEL_US = 1.5  # what a second kernel costs, where one would do
 # Standard normal quantiles: the rows of an expert under uniform routing are about Poisson. As many as keep one more
 # tile from being a jump of its own.
 _QUANTILES = tuple(NormalDist().inv_cdf((i + 0.5) / 31) for i in range(31))
@@ -50,7 +53,8 @@ class Tile:
 
     `cycles[i]`: the time of one 64 x 128 weight chunk at `widths[i]` on what runs the tile, an SM or a cluster of
     `cluster` SMs. `sorted_tokens`: the up GEMM reads a sorted copy of the tokens, of `token_bytes` an element. `path`:
-    "a16" (activations of 16 bits) or "w4a8". `least_k`: it is not picked for a shorter K.
+    "a16" (activations of 16 bits) or "w4a8". `least_k`: it is not picked for a shorter K. `few_apart`: few entries may
+    run on it with a kernel for each GEMM and no routing kernel (kFewApart in csrc/moe/tile.cuh).
     """
 
     name: str
@@ -63,6 +67,7 @@ class Tile:
     token_bytes: int = 2
     cluster: int = 1
     least_k: int = 0
+    few_apart: bool = False
 
     @property
     def at_once(self) -> int:
@@ -112,14 +117,16 @@ def _cheapest_widths(tile: Tile, tiles: int, unused: int) -> tuple[int, ...]:
 
 # The order and the cycles of csrc/moe/tiles.cpp.
 TILES = (
-    Tile("64x16", 1, 4, False, (8, 16), (297, 332)),
-    Tile("64x16-3", 1, 3, False, (8, 16), (308, 342)),
-    Tile("128x48", 2, 3, True, (16, 32, 40, 48), (288, 303, 318, 338)),
-    Tile("128x64", 2, 2, True, (16, 32, 48, 64), (304, 324, 348, 383)),
+    Tile("64x16", 1, 4, False, (8, 16), (255, 285), few_apart=True),
+    Tile("64x16-3", 1, 3, False, (8, 16), (264, 294), few_apart=True),
+    Tile("128x48", 2, 3, True, (16, 32, 40, 48), (268, 282, 296, 314)),
+    Tile("128x64", 2, 2, True, (16, 32, 48, 64), (283, 301, 324, 356)),
     Tile("128x96", 2, 2, True, (32, 64, 80, 96), (359, 424, 472, 520)),
     Tile("256x128", 4, 1, True, (32, 64, 96, 128), (344, 399, 479, 589)),
     Tile("256x160", 4, 1, True, (64, 96, 128, 160), (404, 473, 581, 729)),
-    Tile("256x16", 4, 2, True, (8, 16), (250, 290)),
+    Tile("256x16", 4, 2, True, (8, 16), (222, 256)),
+    Tile("128x16-k2", 2, 1, False, (8, 16), (232, 266)),
+    Tile("64x8-k4", 1, 1, False, (8,), (245,)),
     # Fitted to whole FP8 layers, 4 shapes x 12 batch sizes, every tile beside the chosen one of the other GEMM
     # (results/2026-11-30-h200-tiles-fp8.jsonl): off by 9 % (root mean square), with 4 us for what is no GEMM.
     Tile("f8-256x16", 4, 2, True, (8, 16), (188, 188), "w4a8", 1),
@@ -153,6 +160,12 @@ def uniform_load(entries: float, num_experts: int) -> Load:
         rows = _eights(max(1.0, mean + z * spread))
         experts[rows] = experts.get(rows, 0.0) + active / len(_QUANTILES)
     return Load(entries, mean, experts)
+
+
+def _load(num_tokens: int, top_k: int, num_experts: int, global_experts: int | None) -> Load:
+    # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
+    share = num_experts / max(num_experts, global_experts or 0)
+    return uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
 
 
 def _eights(rows: float) -> int:
@@ -209,33 +222,60 @@ def _makespan(tiles: list[tuple[float, float]], at_once: int, least: float) -> f
 
 def _expected(load: Load, tile: Tile, n: int, k: int, epilogue: int, *, copied: bool) -> Expected:
     """copied: a tile for sorted tokens has them copied first."""
-    k_blocks, columns = math.ceil(k / 128), math.ceil(math.ceil(n / 64) / tile.blocks)
+    token_tiles, columns = _token_tiles(load, tile), math.ceil(math.ceil(n / 64) / tile.blocks)
+    timed = _timed(token_tiles, tile, n, k, epilogue)
+    even = sum(duration * number for duration, number in timed) / tile.at_once
+    copy = _copy_us(load, tile, k) if copied and tile.sorted_tokens else 0.0
+    rounds = sum(number for _, number in timed) / tile.at_once
+    us = _span_us(timed, tile) + copy
+    return Expected(us, copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy, rounds, token_tiles, columns)
+
+
+def _token_tiles(load: Load, tile: Tile) -> dict[int, float]:
+    """Token tiles of all experts, by width, from wide to narrow."""
     token_tiles = dict.fromkeys(reversed(tile.widths), 0.0)
     for rows, experts in load.experts.items():
         full, others = tile.cut_parts(rows)
         token_tiles[tile.widths[-1]] += full * experts
         for width in others:
             token_tiles[width] += experts
-    token_tiles = {width: number for width, number in token_tiles.items() if number}
+    return {width: number for width, number in token_tiles.items() if number}
+
+
+def _timed(token_tiles: dict[int, float], tile: Tile, n: int, k: int, epilogue: int) -> list[tuple[float, float]]:
+    """(cycles, number) of a GEMM's tiles, from wide to narrow."""
+    k_blocks, columns = math.ceil(k / 128), math.ceil(math.ceil(n / 64) / tile.blocks)
     chunk = dict(zip(tile.widths, tile.cycles, strict=True))
     # All CTAs of an SM share it, so each takes as many times as long.
-    timed = [
+    return [
         (tile.ctas * tile.blocks * (k_blocks * chunk[width] + (TILE_CYCLES + epilogue * width) / 4), number * columns)
         for width, number in token_tiles.items()
     ]
+
+
+def _span_us(timed: list[tuple[float, float]], tile: Tile) -> float:
     # Routing varies, so the number of tiles does.
     spans = [
         _makespan([(duration, number * spread) for duration, number in timed], tile.at_once, LAST_ROUND[tile.ctas])
         for spread in (0.98, 1.0, 1.02)
     ]
+    return sum(spans) / len(spans) / CLOCK_GHZ / 1e3
+
+
+def _copy_us(load: Load, tile: Tile, k: int) -> float:
+    copied_bytes = load.entries * k * tile.token_bytes
+    return copied_bytes / COPY_BYTES_PER_SECOND * 1e6 + COPY_LATENCY_CYCLES / CLOCK_GHZ / 1e3
+
+
+def _one_kernel(load: Load, tile: Tile, up_rows: int, hidden: int, intermediate: int) -> tuple[float, float]:
+    """The microseconds of both GEMMs of a layer in one kernel of that tile, and what they would be if the CTAs shared
+    the last tiles evenly. A down tile's wait for its h is not in it."""
+    token_tiles = _token_tiles(load, tile)
+    timed = _timed(token_tiles, tile, up_rows, hidden, EPILOGUE_CYCLES[0])
+    timed += _timed(token_tiles, tile, hidden, intermediate, EPILOGUE_CYCLES[1])
     even = sum(duration * number for duration, number in timed) / tile.at_once
-    copy = 0.0
-    if copied and tile.sorted_tokens:
-        copied_bytes = load.entries * k * tile.token_bytes
-        copy = copied_bytes / COPY_BYTES_PER_SECOND * 1e6 + COPY_LATENCY_CYCLES / CLOCK_GHZ / 1e3
-    rounds = sum(number for _, number in timed) / tile.at_once
-    us = sum(spans) / len(spans) / CLOCK_GHZ / 1e3 + copy
-    return Expected(us, copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy, rounds, token_tiles, columns)
+    copy = _copy_us(load, tile, hidden) if tile.sorted_tokens and tile.widths[-1] > MOST_GATHERED else 0.0
+    return _span_us(timed, tile) + copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy
 
 
 def tiles_of(path: Path) -> list[int]:
@@ -260,28 +300,69 @@ def select(
     the layer (intermediate padded to 128). global_experts: experts that the ids range over, more than num_experts under
     expert parallelism. Pure host arithmetic, cached: safe under graph capture.
     """
-    apart, table = costs(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
+    return choose(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path).tiles
+
+
+@dataclass(frozen=True)
+class Choice:
+    """tiles: indices into TILES for the up and the down GEMM. one_kernel: both run in one. us: what is expected.
+    even_us: the same if the CTAs shared the last tiles evenly. record: measured.LAYERS asked for these tiles."""
+
+    tiles: tuple[int, int]
+    one_kernel: bool
+    us: float
+    even_us: float
+    record: bool = False
+
+
+def choose(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool = True,
+    global_experts: int | None = None,
+    path: Path = "a16",
+    *,
+    records: bool = True,
+) -> Choice:
+    """What `select` picks, and what is expected of it. records: whether measured.py is asked."""
+    load, up_rows = _load(num_tokens, top_k, num_experts, global_experts), intermediate * (1 + gated)
+    apart, table = expected(
+        num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path, records=records
+    )
     entries = num_tokens * top_k
-    if path != "a16" or entries > MOST_FUSED_ENTRIES:
-        return apart
-    share = num_experts / max(num_experts, global_experts or 0)
-    mean = uniform_load(max(1.0, max(1, num_tokens) * top_k * share), num_experts).mean
-    record = measured.layer_tiles(num_experts, hidden, intermediate, mean) if gated else None
-    if record is not None:
-        return tile_named(record[0]), tile_named(record[1])
-    if entries > MOST_FEW_ENTRIES:
-        return apart
-    # Without a routing kernel run one kernel of a tile that gathers its tokens, or two of unlike 64-row tiles that have
-    # few tiles to run (csrc/moe/layer.cpp): these start sooner.
-    gathers = [index for index in table if TILES[index].widths[-1] <= 16]
-    tile = min(gathers, key=lambda index: sum(table[index]))
-    small = [index for index in gathers if TILES[index].blocks == 1]
-    pairs = [
-        pair for pair in permutations(small, 2) if few_apart(num_tokens * top_k, intermediate * (1 + gated), pair[0])
-    ]
-    if not pairs:
-        return tile, tile
-    return min(pairs, key=lambda pair: table[pair[0]][0] + table[pair[1]][1])
+    may_be_one = path == "a16" and entries <= MOST_FUSED_ENTRIES
+    few = may_be_one and entries <= MOST_FEW_ENTRIES
+
+    def choice(up: int, down: int, record: bool = False) -> Choice:
+        if may_be_one and up == down:
+            return Choice((up, down), True, *_one_kernel(load, TILES[up], up_rows, hidden, intermediate), record)
+        gemms = table[up][0], table[down][1]
+        extra = KERNEL_US if may_be_one else 0.0
+        us, even_us = (extra + sum(times) for times in zip(*((gemm.us, gemm.even_us) for gemm in gemms), strict=True))
+        return Choice((up, down), False, us, even_us, record)
+
+    if may_be_one and gated and records:
+        found = measured.layer_tiles(num_experts, hidden, intermediate, load.mean)
+        if found is not None:
+            up, down = map(tile_named, found)
+            # Two kernels of few entries only where they need no routing kernel, as when they were measured.
+            if up == down or not few or few_apart(entries, up_rows, up):
+                return choice(up, down, record=True)
+    pairs = [apart]
+    if few:
+        # Without a routing kernel: one kernel of a tile that gathers its tokens anyway, or two of unlike 64-row tiles
+        # that have few tiles to run (csrc/moe/layer.cpp).
+        alone = [index for index in table if not TILES[index].sorted_tokens]
+        small = [index for index in alone if TILES[index].few_apart]
+        pairs = [(index, index) for index in alone]
+        pairs += [pair for pair in permutations(small, 2) if few_apart(entries, up_rows, pair[0])]
+    elif may_be_one:
+        # These save the sorting copy in one kernel.
+        pairs += [(index, index) for index in table if TILES[index].widths[-1] <= MOST_GATHERED]
+    return min((choice(*pair) for pair in pairs), key=lambda choice: choice.us)
 
 
 def few_apart(entries: int, up_rows: int, up: int) -> bool:
@@ -318,17 +399,18 @@ def expected(
     gated: bool = True,
     global_experts: int | None = None,
     path: Path = "a16",
+    *,
+    records: bool = True,
 ) -> tuple[tuple[int, int], dict[int, tuple[Expected, Expected]]]:
-    """The tiles for two kernels, and what is expected of the up and the down GEMM with every tile of the path."""
-    # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
-    share = num_experts / max(num_experts, global_experts or 0)
-    load = uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
+    """The tiles for two kernels, and what is expected of the up and the down GEMM with every tile of the path. records:
+    whether measured.RECORDS has the last word on the tiles."""
+    load = _load(num_tokens, top_k, num_experts, global_experts)
     up_n = intermediate * (2 if gated else 1)
     sides = (
         (up_n, hidden, _gemms(load, up_n, hidden, EPILOGUE_CYCLES[0], path, copied=True)),
         (hidden, intermediate, _gemms(load, hidden, intermediate, EPILOGUE_CYCLES[1], path, copied=False)),
     )
-    up, down = (_cheapest(table, num_experts, n, k, load.mean, path) for n, k, table in sides)
+    up, down = (_cheapest(table, num_experts, n, k, load.mean, path, records=records) for n, k, table in sides)
     return (up, down), {index: (sides[0][2][index], sides[1][2][index]) for index in tiles_of(path)}
 
 
@@ -364,9 +446,11 @@ def recorded(num_experts: int, n: int, k: int, mean: float, path: Path) -> int |
     return tile_named(name) if name else None
 
 
-def _cheapest(table: dict[int, Expected], num_experts: int, n: int, k: int, mean: float, path: Path) -> int:
-    """The recorded tile of that GEMM, else the one that costs least."""
-    record = recorded(num_experts, n, k, mean, path)
+def _cheapest(
+    table: dict[int, Expected], num_experts: int, n: int, k: int, mean: float, path: Path, *, records: bool = True
+) -> int:
+    """The recorded tile of that GEMM, if records are asked, else the one that costs least."""
+    record = recorded(num_experts, n, k, mean, path) if records else None
     if record is not None:
         return record
     return min((index for index in table if TILES[index].least_k <= k), key=lambda index: table[index].us)
@@ -389,8 +473,8 @@ def _print_gemm(title: str, table: dict[int, Expected], choice: int, record: int
 
 
 def main() -> None:
-    """Prints what is expected of every tile of a path for both GEMMs of a layer, and the choice; or, with --seams,
-    where the expected time of the chosen tiles jumps."""
+    """Prints what is expected of every tile of a path for each GEMM of a layer in a kernel of its own, and the choice
+    for the layer; or, with --seams, where the expected time of the chosen tiles jumps."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("tokens", type=_positive, help="with --seams: the most tokens")
     for name in ("top_k", "experts", "hidden", "intermediate"):
@@ -406,7 +490,7 @@ def main() -> None:
         found = seams.find(range(8, args.tokens + 1, 8), *sizes, path=args.path)
         print("\n".join(map(str, found)) or f"no jump of more than {100 * seams.LIMIT:.0f} % beyond the added work")
         return
-    choice, table = expected(args.tokens, *sizes, path=args.path)
+    apart, table = expected(args.tokens, *sizes, path=args.path)
     load = uniform_load(min(args.tokens, 16384) * args.top_k, args.experts)
     span = f"{min(load.experts)} to {max(load.experts)}"
     print(f"{load.active:.1f} active experts with {load.mean:.1f} rows each, {span} in eights")
@@ -414,13 +498,11 @@ def main() -> None:
     for side, (title, n, k) in enumerate(gemms):
         record = recorded(args.experts, n, k, load.mean, args.path)
         tiles = {index: both[side] for index, both in table.items()}
-        _print_gemm(f"{title}: N {n}, K {k}", tiles, choice[side], record)
-    picked = select(args.tokens, *sizes, path=args.path)
-    one = args.path == "a16" and args.tokens * args.top_k <= MOST_FUSED_ENTRIES and picked[0] == picked[1]
-    if one or picked != choice:
-        names = TILES[picked[0]].name if one else " and ".join(TILES[index].name for index in picked)
-        kernels = "both in one kernel" if one else "together"
-        print(f"{kernels}: {names}{'' if picked == choice else ', which measured.py or few entries ask for'}")
+        _print_gemm(f"{title}: N {n}, K {k}", tiles, apart[side], record)
+    chosen = choose(args.tokens, *sizes, path=args.path)
+    names = [TILES[index].name for index in chosen.tiles]
+    kernels = f"both in one kernel: {names[0]}" if chosen.one_kernel else f"a kernel each: {names[0]} and {names[1]}"
+    print(f"{kernels}, {chosen.us:.1f} us{', a record of measured.py' if chosen.record else ''}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vllm_humming.moe import schedule
-from vllm_humming.moe.schedule import TILES, Expected, uniform_load
+from vllm_humming.moe.schedule import TILES, Choice, uniform_load
 from vllm_humming.moe.weight_formats import Path
 
 LIMIT = 0.05  # a jump beyond the added work that is worth a line
@@ -55,24 +55,14 @@ def work_us(tokens: int, top_k: int, experts: int, hidden: int, intermediate: in
 class _Point:
     tokens: int
     work: float
-    gemms: tuple[Expected, Expected]  # of the chosen tiles
-    tiles: tuple[int, int]
+    choice: Choice
     cheapest: float  # us of the tiles that would be chosen if there were no records
-
-    @property
-    def us(self) -> float:
-        return sum(gemm.us for gemm in self.gemms)
-
-    @property
-    def even_us(self) -> float:
-        return sum(gemm.even_us for gemm in self.gemms)
 
 
 def _point(tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, path: Path) -> _Point:
     sizes = (top_k, experts, hidden, intermediate)
-    (up, down), table = schedule.expected(tokens, *sizes, path=path)
-    cheapest = sum(min(both[side].us for both in table.values()) for side in range(2))
-    return _Point(tokens, work_us(tokens, *sizes, path), (table[up][0], table[down][1]), (up, down), cheapest)
+    cheapest = schedule.choose(tokens, *sizes, path=path, records=False).us
+    return _Point(tokens, work_us(tokens, *sizes, path), schedule.choose(tokens, *sizes, path=path), cheapest)
 
 
 def find(
@@ -90,18 +80,19 @@ def find(
     found = []
     for old, new in pairwise(points):
         work = old.work, new.work
-        jump = beyond_work((old.us, new.us), work)
+        us = old.choice.us, new.choice.us
+        jump = beyond_work(us, work)
         if jump <= limit:
             continue
         if jump <= LIMIT:
             reason = ""
         elif beyond_work((old.cheapest, new.cheapest), work) <= LIMIT:
             reason = "record"
-        elif beyond_work((old.even_us, new.even_us), work) <= LIMIT:
+        elif beyond_work((old.choice.even_us, new.choice.even_us), work) <= LIMIT:
             reason = "rounds"
         else:
             reason = "widths"
-        (old_up, old_down), (up, down) = ((TILES[i].name for i in point.tiles) for point in (old, new))
+        (old_up, old_down), (up, down) = ((TILES[i].name for i in point.choice.tiles) for point in (old, new))
         tiles = (old_up, old_down), (up, down)
-        found.append(Seam(old.tokens, new.tokens, (old.us, new.us), jump, tiles, reason))
+        found.append(Seam(old.tokens, new.tokens, us, jump, tiles, reason))
     return found

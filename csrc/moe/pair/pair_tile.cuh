@@ -14,6 +14,8 @@ struct PairConfig {
   static constexpr bool kFp8 = true;
   static_assert(fp8_tokens(WeightFormat));
   static constexpr int kCluster = 2;
+  static constexpr int kStageK = 1;
+  static constexpr bool kTokenRows = false;
   static constexpr int kChunkBytes = chunk_bytes(WeightFormat);
   static constexpr int kTileBlocks = 2;                          // 64-row blocks of a CTA
   static constexpr int kTileRows = kTileBlocks * kBlockRows;
