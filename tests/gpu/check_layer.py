@@ -253,9 +253,14 @@ def few_group(report: Report, args: argparse.Namespace) -> None:
     for (top_k, spec, intermediate), dtype in product(kinds if on_gpu else kinds[1:2], DTYPES.values()):
         shape = Shape(736, intermediate, 24, top_k, spec, bias=True)
         layer = make_layer(shape, dtype, args.device, weight_format=args.format)
-        # Of 16 bits: the 64-row ones, and one of those that make few entries wait for a routing kernel.
-        tiles = every_tile(layer)[:3]
-        tile_pairs = [(tiles[0], tiles[0]), (tiles[1], tiles[1]), (tiles[2], tiles[2]), (tiles[0], tiles[1])]
+        tiles = every_tile(layer)
+        if layer.weight_format.path == "a16":
+            # Those that few entries run on, one that makes them wait for a routing kernel, and a kernel for each GEMM.
+            few = [tile for tile in tiles if not schedule.TILES[tile].sorted_tokens]
+            apart = tuple(tile for tile in few if schedule.TILES[tile].few_apart)
+            tile_pairs = [*((tile, tile) for tile in (*few, schedule.tile_named("128x48"))), apart]
+        else:
+            tile_pairs = [(tiles[0], tiles[0]), (tiles[1], tiles[1]), (tiles[2], tiles[2]), (tiles[0], tiles[1])]
         most = FEW_ENTRIES // top_k
         thorough = on_gpu and dtype == torch.bfloat16
         for m in sorted({1, 2, most // 2, most, most + 1}) if thorough else sorted({2, most}) if on_gpu else (most,):
@@ -263,17 +268,17 @@ def few_group(report: Report, args: argparse.Namespace) -> None:
                 name = f"top-{top_k} M={m} {pair} {dtype} who routes"
                 report.case(name, lambda m=m, p=pair, layer=layer: who_routes(layer, m, p, paths))
             for edit_name, edit in edits.items():
-                pair = tile_pairs[turn % 4]
+                pair = tile_pairs[turn % len(tile_pairs)]
                 name, case = f"top-{top_k} M={m} {pair} {dtype} {edit_name}", {"edit": edit, "tiles": pair}
-                if turn // 4 % 2 or not on_gpu:  # 16 turns have all; they shift against the 7 edits
-                    mapped = case | {"expert_map": half if turn // 8 % 2 else None}
-                    report.case(f"{name} {turn % 16}", lambda m=m, c=mapped, layer=layer: check(layer, m, **c))
+                if turn // len(tile_pairs) % 2 or not on_gpu:  # the turns shift against the 7 edits
+                    mapped = case | {"expert_map": half if turn // (2 * len(tile_pairs)) % 2 else None}
+                    report.case(f"{name} {turn}", lambda m=m, c=mapped, layer=layer: check(layer, m, **c))
                 if on_gpu and m * top_k <= FEW_ENTRIES:
                     report.case(f"{name} as in many", lambda m=m, c=case, layer=layer: as_in_many(layer, m, **c))
                 turn += 1
-            none_here = {"tiles": tile_pairs[turn % 4], "expert_map": elsewhere}
+            none_here = {"tiles": tile_pairs[turn % len(tile_pairs)], "expert_map": elsewhere}
             report.case(f"top-{top_k} M={m} elsewhere", lambda m=m, c=none_here, layer=layer: check(layer, m, **c))
-            on_input = {"tiles": tile_pairs[turn % 4], "router_weight_on_input": True}
+            on_input = {"tiles": tile_pairs[turn % len(tile_pairs)], "router_weight_on_input": True}
             report.case(f"top-{top_k} M={m} on input", lambda m=m, c=on_input, layer=layer: check(layer, m, **c))
     if on_gpu:
         report.case("both paths", lambda: require_paths(paths, args.format.path))
@@ -293,8 +298,8 @@ def who_routes(layer: Layer, tokens: int, tiles: tuple[int, int], paths: set[boo
     few = not bool((slots != -1).any())  # poison is -1
     require(few or bool((slots >= 0).all()), "a row list with gaps")
     up_rows = padded_intermediate(layer) * (2 if layer.options["activation"].gated else 1)
-    apart = not up.sorted_tokens and not down.sorted_tokens and schedule.few_apart(entries, up_rows, tiles[0])
-    gathers = layer.weight_format.path == "a16" and (up.widths[-1] <= 16 if up == down else apart)
+    apart = up.few_apart and down.few_apart and schedule.few_apart(entries, up_rows, tiles[0])
+    gathers = layer.weight_format.path == "a16" and (up.widths[-1] <= schedule.MOST_GATHERED if up == down else apart)
     want = gathers and entries <= FEW_ENTRIES
     require(few == want, f"routed by {'the GEMMs' if few else 'a kernel'}: {entries} entries, tiles {tiles}")
     paths.add(few)
