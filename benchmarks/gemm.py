@@ -36,7 +36,7 @@ from vllm_humming import ops
 from vllm_humming.moe import schedule
 from vllm_humming.moe.weight_formats import WEIGHT_FORMATS
 
-REST_SECONDS = 0.3  # before a point: what came first behind a large product was up to 25 % slower than by itself
+REST_SECONDS = 0.15  # before each contestant: behind large products clocks differ, by up to 25 % of a small one's time
 DEFAULT_MS = [1, 8, 64, 512, 4096]
 LINEAR_MS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 MOE_SETS = [name for name in SETS if name != "linear"]
@@ -66,6 +66,9 @@ def first_call(call: Call) -> tuple[float, bool]:
 def measure(call: Call, rows: Rows, fmt: str, flush: Callable[[], object]) -> dict[str, Any]:
     """The record of one contestant at one point."""
     seconds, finite = first_call(call)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
     timing = "graph"
     try:
         times = cold_times(call.run, flush)
@@ -210,9 +213,6 @@ class Run:
     def point(self, rows: Rows, fmt: str, ready: dict[str, Calls]) -> None:
         """Measures every contestant at one point. A point that the deadline cuts keeps what it has."""
         found = []
-        if torch.cuda.is_available() and not self.args.compile_only:
-            torch.cuda.synchronize()
-            time.sleep(REST_SECONDS)
         for name, calls in ready.items():
             if self.deadline.passed:
                 break
