@@ -66,8 +66,9 @@ void grouped_gemm(Tensor x, OptionalTensor x_scale, Tensor packed, Tensor row_sc
   require(a.k > 0 && a.n > 0 && a.k % 8 == 0 && a.n % 8 == 0 && a.k <= a.k_blocks * kBlockK && a.n <= a.row_blocks * kBlockRows,
           "K = " + std::to_string(a.k) + " of x and N = " + std::to_string(a.n) + " of out must be multiples of 8 and fit packed " +
               shape_of(packed));
-  require(!fp8_tokens(a.format) || blocks(a.k, kBlockK) == a.k_blocks,
-          "FP8 tokens need scales for each 128 of the packed K: K = " + std::to_string(a.k) + " does not fit packed " + shape_of(packed));
+  // FP8 tokens need scales for each 128 of the packed K, and rows that are copied whole are filled up only within the last.
+  require(blocks(a.k, kBlockK) == a.k_blocks,
+          "K = " + std::to_string(a.k) + " of x must be the packed K but for less than 128: it does not fit packed " + shape_of(packed));
   a.tokens = tokens_of(x, x_scale, a.dtype, a.format, device);
   require(out.is_cuda() && out.get_device_index() == device && out.is_contiguous(), "out must be contiguous and on x's device");
   require_aligned(out, "out");

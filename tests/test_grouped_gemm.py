@@ -175,9 +175,9 @@ def test_no_rows(layout):
 def test_smaller_than_the_packed_weights():
     """K and N of the activations decide; the packed weights beyond are not read."""
     p, dense, _ = weights_of(WEIGHT_FORMATS["mxfp4"], torch.float16, experts=1, bias=False)
-    x, out = tokens_of((3, 120), torch.float16), torch.empty(3, 72, dtype=torch.float16)
+    x, out = tokens_of((3, 264), torch.float16), torch.empty(3, 72, dtype=torch.float16)
     gemm(x, None, p, None, None, out, GemmLayout.CONTIGUOUS)
-    want = x.double() @ dense[0, :72, :120].T
+    want = x.double() @ dense[0, :72, :264].T
     check(out, want, torch.ones(3, dtype=torch.bool))
 
 
@@ -191,7 +191,9 @@ REFUSALS = [
     ({"out": torch.zeros(14, 132, dtype=torch.float16)}, "multiples of 8, found 288 and 132"),
     ({"out": torch.zeros(14, 200, dtype=torch.float16)}, "N in 1..192"),
     ({"out": torch.zeros(N, 14, dtype=torch.float16).T}, "must be contiguous"),
-    ({"x": torch.zeros(14, 392, dtype=torch.float16)}, "K must be in 1..384"),
+    ({"x": torch.zeros(14, 392, dtype=torch.float16)}, "K must be in 257..384"),
+    # 128 less than the packed K: tiles that copy rows whole would read behind their zeros.
+    ({"x": torch.zeros(14, 256, dtype=torch.float16)}, "K must be in 257..384"),
     ({"rows": int32([0] * 14)}, "rows belong to the layout INDEXED"),
     ({"layout": 2}, "INDEXED needs rows"),
     ({"layout": 2, "rows": int32([0] * 13)}, r"rows must be contiguous int32 \(14,\)"),

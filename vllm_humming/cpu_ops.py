@@ -240,14 +240,14 @@ def grouped_gemm(
     else:
         _check_int32("groups", groups, experts if kind is GemmLayout.MASKED else experts + 1)
     _check_tokens(x, x_scale, out, fmt)
-    _check_gemm_sizes(packed, x.shape[-1], out.shape[-1], fmt)
+    _check_gemm_sizes(packed, x.shape[-1], out.shape[-1])
     reference.grouped_gemm(x, x_scale, weights, groups, rows, out, kind)
 
 
-def _check_gemm_sizes(packed: Tensor, k: int, n: int, fmt: WeightFormat) -> None:
+def _check_gemm_sizes(packed: Tensor, k: int, n: int) -> None:
     most_n, most_k = packed.shape[1] * 64, packed.shape[2] * CHUNK_K
-    # FP8 tokens need a scale for each 128 of the packed K
-    least_k = most_k - CHUNK_K + 1 if fmt.path == "w4a8" else 1
+    # FP8 tokens need a scale for each 128 of the packed K, and tiles that copy rows whole fill up only within the last.
+    least_k = most_k - CHUNK_K + 1
     _check(
         least_k <= k <= most_k and 0 < n <= most_n,
         f"x has K = {k} and out N = {n}, which do not fit packed {tuple(packed.shape)}: "

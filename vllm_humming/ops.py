@@ -11,7 +11,7 @@ layout, and what is wrong with them into a record, as moe.packing.pack_rows does
 
 x of moe_batched and grouped_gemm is bf16 or fp16, of out's dtype; with `weight_format` 2 (FP8 tokens) any of the two,
 or float8_e4m3fn in natural K order with x_scale fp32 [.., rows, ceil(K / 128)] (contiguous, or as
-moe.layouts.scales_m_major). K and N may be smaller than the packed sizes (FP8: the same K / 128), in multiples of 8.
+moe.layouts.scales_m_major). K and N may be smaller than the packed sizes, K by less than 128, in multiples of 8.
 Rows that belong to no expert keep what they hold in out. Workspaces are uint8 of the sizes that *_workspace_bytes give;
 one that is large enough may serve every call on a stream. What ids, groups, counts and rows hold is read on the device,
 so a captured graph may be replayed with other values; they must be in range, which the CPU checks and the kernels do
