@@ -160,13 +160,15 @@ def test_expert_parallelism_counts_only_the_rows_that_land_here():
 
 def test_costs_are_finite_and_the_command_prints_them(capsys, monkeypatch):
     for path in PATHS:
-        choice, table = schedule.costs(64, 8, 128, 2048, 768, path=path)
-        assert all(math.isfinite(c) and c > 0 for row in table.values() for c in row)
+        choice, table = schedule.expected(schedule.Layer(64, 8, 128, 2048, 768, path=path))
+        assert all(math.isfinite(gemm.us) and gemm.us > 0 for row in table.values() for gemm in row)
         assert path == "a16" or choice == schedule.select(64, 8, 128, 2048, 768, path=path)
         assert set(choice) <= table.keys()
         monkeypatch.setattr("sys.argv", ["schedule", "64", "8", "128", "2048", "768", "--path", path])
         schedule.main()
-        active, *lines, _ = capsys.readouterr().out.splitlines()
+        active, *lines, picked = capsys.readouterr().out.splitlines()
+        tiles = [schedule.TILES[index].name for index in schedule.select(64, 8, 128, 2048, 768, path=path)]
+        assert picked.split(": ")[1].split(",")[0] == (tiles[0] if path == "a16" else " and ".join(tiles))
         assert active == "125.7 active experts with 4.1 rows each, 8 to 8 in eights"
         half = len(lines) // 2
         for side, (title, _, *rows) in enumerate((lines[:half], lines[half:])):
@@ -190,7 +192,8 @@ def test_reasons_tell_records_from_the_least(capsys, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_gemm_is_picked_as_the_layers_down_gemm_is(shape, tokens, path):
     hidden, intermediate, experts, top_k = SHAPES[shape]
-    down = schedule.costs(tokens, top_k, experts, hidden, intermediate, path=path)[0][1]
+    layer = schedule.Layer(tokens, top_k, experts, hidden, intermediate, path=path)
+    down = schedule.expected(layer)[0][1]
     assert schedule.select_gemm(tokens * top_k, experts, hidden, intermediate, path) == down
 
 

@@ -22,7 +22,7 @@ import argparse
 import math
 from bisect import insort
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement, permutations
 from statistics import NormalDist
 from typing import get_args
@@ -162,14 +162,38 @@ def uniform_load(entries: float, num_experts: int) -> Load:
     return Load(entries, mean, experts)
 
 
-def _load(num_tokens: int, top_k: int, num_experts: int, global_experts: int | None) -> Load:
-    # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
-    share = num_experts / max(num_experts, global_experts or 0)
-    return uniform_load(max(1.0, max(1, min(num_tokens, 16384)) * top_k * share), num_experts)
-
-
 def _eights(rows: float) -> int:
     return math.ceil(rows / 8) * 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and its batch, as `select` takes them."""
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gated: bool = True
+    global_experts: int | None = None
+    path: Path = "a16"
+
+    @property
+    def entries(self) -> int:
+        return self.num_tokens * self.top_k
+
+    @property
+    def up_rows(self) -> int:
+        """Weight rows of the up GEMM."""
+        return self.intermediate * (2 if self.gated else 1)
+
+    @cached_property
+    def load(self) -> Load:
+        # Larger batches run in chunks of 16384 tokens; under expert parallelism a part of the entries lands here.
+        share = self.num_experts / max(self.num_experts, self.global_experts or 0)
+        entries = max(1, min(self.num_tokens, 16384)) * self.top_k * share
+        return uniform_load(max(1.0, entries), self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -222,13 +246,12 @@ def _makespan(tiles: list[tuple[float, float]], at_once: int, least: float) -> f
 
 def _expected(load: Load, tile: Tile, n: int, k: int, epilogue: int, *, copied: bool) -> Expected:
     """copied: a tile for sorted tokens has them copied first."""
-    token_tiles, columns = _token_tiles(load, tile), math.ceil(math.ceil(n / 64) / tile.blocks)
+    token_tiles = _token_tiles(load, tile)
     timed = _timed(token_tiles, tile, n, k, epilogue)
-    even = sum(duration * number for duration, number in timed) / tile.at_once
     copy = _copy_us(load, tile, k) if copied and tile.sorted_tokens else 0.0
+    us, even_us = (span + copy for span in _spans_us(timed, tile))
     rounds = sum(number for _, number in timed) / tile.at_once
-    us = _span_us(timed, tile) + copy
-    return Expected(us, copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy, rounds, token_tiles, columns)
+    return Expected(us, copy, even_us, rounds, token_tiles, _columns(tile, n))
 
 
 def _token_tiles(load: Load, tile: Tile) -> dict[int, float]:
@@ -242,9 +265,14 @@ def _token_tiles(load: Load, tile: Tile) -> dict[int, float]:
     return {width: number for width, number in token_tiles.items() if number}
 
 
+def _columns(tile: Tile, n: int) -> int:
+    """Tiles of weight rows."""
+    return math.ceil(math.ceil(n / 64) / tile.blocks)
+
+
 def _timed(token_tiles: dict[int, float], tile: Tile, n: int, k: int, epilogue: int) -> list[tuple[float, float]]:
     """(cycles, number) of a GEMM's tiles, from wide to narrow."""
-    k_blocks, columns = math.ceil(k / 128), math.ceil(math.ceil(n / 64) / tile.blocks)
+    k_blocks, columns = math.ceil(k / 128), _columns(tile, n)
     chunk = dict(zip(tile.widths, tile.cycles, strict=True))
     # All CTAs of an SM share it, so each takes as many times as long.
     return [
@@ -253,13 +281,15 @@ def _timed(token_tiles: dict[int, float], tile: Tile, n: int, k: int, epilogue: 
     ]
 
 
-def _span_us(timed: list[tuple[float, float]], tile: Tile) -> float:
+def _spans_us(timed: list[tuple[float, float]], tile: Tile) -> tuple[float, float]:
+    """The microseconds that tiles take, and what they would take if the CTAs shared the last ones evenly."""
     # Routing varies, so the number of tiles does.
     spans = [
         _makespan([(duration, number * spread) for duration, number in timed], tile.at_once, LAST_ROUND[tile.ctas])
         for spread in (0.98, 1.0, 1.02)
     ]
-    return sum(spans) / len(spans) / CLOCK_GHZ / 1e3
+    even = sum(duration * number for duration, number in timed) / tile.at_once
+    return sum(spans) / len(spans) / CLOCK_GHZ / 1e3, max(even, timed[0][0]) / CLOCK_GHZ / 1e3
 
 
 def _copy_us(load: Load, tile: Tile, k: int) -> float:
@@ -267,15 +297,16 @@ def _copy_us(load: Load, tile: Tile, k: int) -> float:
     return copied_bytes / COPY_BYTES_PER_SECOND * 1e6 + COPY_LATENCY_CYCLES / CLOCK_GHZ / 1e3
 
 
-def _one_kernel(load: Load, tile: Tile, up_rows: int, hidden: int, intermediate: int) -> tuple[float, float]:
-    """The microseconds of both GEMMs of a layer in one kernel of that tile, and what they would be if the CTAs shared
-    the last tiles evenly. A down tile's wait for its h is not in it."""
-    token_tiles = _token_tiles(load, tile)
-    timed = _timed(token_tiles, tile, up_rows, hidden, EPILOGUE_CYCLES[0])
-    timed += _timed(token_tiles, tile, hidden, intermediate, EPILOGUE_CYCLES[1])
-    even = sum(duration * number for duration, number in timed) / tile.at_once
-    copy = _copy_us(load, tile, hidden) if tile.sorted_tokens and tile.widths[-1] > MOST_GATHERED else 0.0
-    return _span_us(timed, tile) + copy, max(even, timed[0][0]) / CLOCK_GHZ / 1e3 + copy
+def _one_kernel(layer: Layer, tile: Tile) -> tuple[float, float]:
+    """The microseconds of both GEMMs in one kernel of that tile, and what they would be if the CTAs shared the last
+    tiles evenly. A down tile's wait for its h is not in it."""
+    token_tiles = _token_tiles(layer.load, tile)
+    timed = _timed(token_tiles, tile, layer.up_rows, layer.hidden, EPILOGUE_CYCLES[0])
+    timed += _timed(token_tiles, tile, layer.hidden, layer.intermediate, EPILOGUE_CYCLES[1])
+    copies = tile.sorted_tokens and tile.widths[-1] > MOST_GATHERED
+    copy = _copy_us(layer.load, tile, layer.hidden) if copies else 0.0
+    us, even_us = _spans_us(timed, tile)
+    return us + copy, even_us + copy
 
 
 def tiles_of(path: Path) -> list[int]:
@@ -300,7 +331,8 @@ def select(
     the layer (intermediate padded to 128). global_experts: experts that the ids range over, more than num_experts under
     expert parallelism. Pure host arithmetic, cached: safe under graph capture.
     """
-    return choose(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path).tiles
+    layer = Layer(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
+    return choose(layer).tiles
 
 
 @dataclass(frozen=True)
@@ -315,37 +347,23 @@ class Choice:
     record: bool = False
 
 
-def choose(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    gated: bool = True,
-    global_experts: int | None = None,
-    path: Path = "a16",
-    *,
-    records: bool = True,
-) -> Choice:
+def choose(layer: Layer, *, records: bool = True) -> Choice:
     """What `select` picks, and what is expected of it. records: whether measured.py is asked."""
-    load, up_rows = _load(num_tokens, top_k, num_experts, global_experts), intermediate * (1 + gated)
-    apart, table = expected(
-        num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path, records=records
-    )
-    entries = num_tokens * top_k
-    may_be_one = path == "a16" and entries <= MOST_FUSED_ENTRIES
+    apart, table = expected(layer, records=records)
+    entries, up_rows = layer.entries, layer.up_rows
+    may_be_one = layer.path == "a16" and entries <= MOST_FUSED_ENTRIES
     few = may_be_one and entries <= MOST_FEW_ENTRIES
 
     def choice(up: int, down: int, record: bool = False) -> Choice:
         if may_be_one and up == down:
-            return Choice((up, down), True, *_one_kernel(load, TILES[up], up_rows, hidden, intermediate), record)
+            return Choice((up, down), True, *_one_kernel(layer, TILES[up]), record)
         gemms = table[up][0], table[down][1]
         extra = KERNEL_US if may_be_one else 0.0
         us, even_us = (extra + sum(times) for times in zip(*((gemm.us, gemm.even_us) for gemm in gemms), strict=True))
         return Choice((up, down), False, us, even_us, record)
 
-    if may_be_one and gated and records:
-        found = measured.layer_tiles(num_experts, hidden, intermediate, load.mean)
+    if may_be_one and layer.gated and records:
+        found = measured.layer_tiles(layer.num_experts, layer.hidden, layer.intermediate, layer.load.mean)
         if found is not None:
             up, down = map(tile_named, found)
             # Two kernels of few entries only where they need no routing kernel, as when they were measured.
@@ -375,42 +393,16 @@ def tile_named(name: str) -> int:
     return next(index for index, tile in enumerate(TILES) if tile.name == name)
 
 
-def costs(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    gated: bool = True,
-    global_experts: int | None = None,
-    path: Path = "a16",
-) -> tuple[tuple[int, int], dict[int, tuple[float, float]]]:
-    """The tiles for two kernels, and the expected (up, down) microseconds of every tile of the path, by its index."""
-    choice, table = expected(num_tokens, top_k, num_experts, hidden, intermediate, gated, global_experts, path)
-    return choice, {index: (up.us, down.us) for index, (up, down) in table.items()}
-
-
-def expected(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    gated: bool = True,
-    global_experts: int | None = None,
-    path: Path = "a16",
-    *,
-    records: bool = True,
-) -> tuple[tuple[int, int], dict[int, tuple[Expected, Expected]]]:
+def expected(layer: Layer, *, records: bool = True) -> tuple[tuple[int, int], dict[int, tuple[Expected, Expected]]]:
     """The tiles for two kernels, and what is expected of the up and the down GEMM with every tile of the path. records:
     whether measured.RECORDS has the last word on the tiles."""
-    load = _load(num_tokens, top_k, num_experts, global_experts)
-    up_n = intermediate * (2 if gated else 1)
+    load, experts, path = layer.load, layer.num_experts, layer.path
+    up_n, hidden, intermediate = layer.up_rows, layer.hidden, layer.intermediate
     sides = (
         (up_n, hidden, _gemms(load, up_n, hidden, EPILOGUE_CYCLES[0], path, copied=True)),
         (hidden, intermediate, _gemms(load, hidden, intermediate, EPILOGUE_CYCLES[1], path, copied=False)),
     )
-    up, down = (_cheapest(table, num_experts, n, k, load.mean, path, records=records) for n, k, table in sides)
+    up, down = (_cheapest(table, experts, n, k, load.mean, path, records=records) for n, k, table in sides)
     return (up, down), {index: (sides[0][2][index], sides[1][2][index]) for index in tiles_of(path)}
 
 
@@ -490,16 +482,17 @@ def main() -> None:
         found = seams.find(range(8, args.tokens + 1, 8), *sizes, path=args.path)
         print("\n".join(map(str, found)) or f"no jump of more than {100 * seams.LIMIT:.0f} % beyond the added work")
         return
-    apart, table = expected(args.tokens, *sizes, path=args.path)
-    load = uniform_load(min(args.tokens, 16384) * args.top_k, args.experts)
+    layer = Layer(args.tokens, *sizes, path=args.path)
+    apart, table = expected(layer)
+    load = layer.load
     span = f"{min(load.experts)} to {max(load.experts)}"
     print(f"{load.active:.1f} active experts with {load.mean:.1f} rows each, {span} in eights")
-    gemms = (("up", 2 * intermediate, args.hidden), ("down", args.hidden, intermediate))
+    gemms = (("up", layer.up_rows, args.hidden), ("down", args.hidden, intermediate))
     for side, (title, n, k) in enumerate(gemms):
         record = recorded(args.experts, n, k, load.mean, args.path)
         tiles = {index: both[side] for index, both in table.items()}
         _print_gemm(f"{title}: N {n}, K {k}", tiles, apart[side], record)
-    chosen = choose(args.tokens, *sizes, path=args.path)
+    chosen = choose(layer)
     names = [TILES[index].name for index in chosen.tiles]
     kernels = f"both in one kernel: {names[0]}" if chosen.one_kernel else f"a kernel each: {names[0]} and {names[1]}"
     print(f"{kernels}, {chosen.us:.1f} us{', a record of measured.py' if chosen.record else ''}")

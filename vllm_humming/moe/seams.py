@@ -61,8 +61,9 @@ class _Point:
 
 def _point(tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, path: Path) -> _Point:
     sizes = (top_k, experts, hidden, intermediate)
-    cheapest = schedule.choose(tokens, *sizes, path=path, records=False).us
-    return _Point(tokens, work_us(tokens, *sizes, path), schedule.choose(tokens, *sizes, path=path), cheapest)
+    layer = schedule.Layer(tokens, *sizes, path=path)
+    cheapest = schedule.choose(layer, records=False).us
+    return _Point(tokens, work_us(tokens, *sizes, path), schedule.choose(layer), cheapest)
 
 
 def find(
