@@ -89,18 +89,6 @@ __device__ __forceinline__ void multiply_wide(int k_blocks, const Shared& s, Rin
   if (lane == 0) ptx::mbarrier_arrive(release);
 }
 
-// For a warpgroup that has nothing to multiply: keeps the ring turning and leaves the tensor cores to the others.
-template <typename C>
-__device__ __forceinline__ void skip_stages(int stages, const Shared& s, Ring<C::kStages>& ring) {
-#pragma unroll 1
-  for (int i = 0; i < stages; ++i) {
-    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
-    ring.next();
-  }
-}
-
 // The same by mma.sync, for narrow tiles, whose time is the decoding.
 template <typename T, typename C, int N>
 __device__ __forceinline__ void multiply_narrow(int k_blocks, const Shared& s, Ring<C::kStages>& ring, int warpgroup,
@@ -160,6 +148,18 @@ __device__ __forceinline__ void multiply_narrow(int k_blocks, const Shared& s, R
   }
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive(release);
+}
+
+// A warpgroup past the last weight row: keeps the ring turning and leaves the tensor cores to the others.
+template <typename C>
+__device__ __forceinline__ void skip_stages(int stages, const Shared& s, Ring<C::kStages>& ring) {
+#pragma unroll 1
+  for (int i = 0; i < stages; ++i) {
+    ptx::mbarrier_wait(s.full + ring.at * 8, ring.parity);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(s.empty + ring.at * 8);
+    ring.next();
+  }
 }
 
 }  // namespace vllm_humming::gemm

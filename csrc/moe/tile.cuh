@@ -16,7 +16,7 @@ struct Widths {
   static constexpr int kMax = kAt[kCount - 1];
 };
 
-// How the up GEMM gets its tokens: gathered by row list (cp.async), or from a sorted copy by the tensor copy engine.
+// How the up GEMM gets its tokens: gathered by row list (cp.async; TileConfig::kTokenRows: bulk copies), or from a sorted copy by tensor copies.
 enum class Tokens { kGather, kSorted };
 
 // SplitK: warpgroups that share their weight rows and take a stage's chunks of K in turns; they add up at the end of a tile (sum.cuh).
@@ -72,7 +72,7 @@ struct TileConfig {
   static constexpr int kAmaxBytes = kFp8 ? kStoreTokens * kWarpgroups * 4 * 4 : 0;
   static constexpr int kSumBytes = kBlocks * kMaxWidth / 2 * 4 * 128 * (SplitK - 1);  // sums of all parts but one, of a row group
   static constexpr bool kFused = !kFp8;                          // can run both GEMMs of a layer in one kernel: fused.cuh
-  static constexpr bool kFusedGathers = kFused && kMaxWidth <= kNarrow;  // there, all tokens come by cp.async
+  static constexpr bool kFusedGathers = kFused && kMaxWidth <= kNarrow;  // there, no tokens come by tensor copies
   static constexpr bool kFew = kFusedGathers;                    // layers of few entries run on these,
   static constexpr bool kFewApart = UpTokens == Tokens::kGather && SplitK == 1;  // and on these also with a kernel for each GEMM
   static constexpr int kFewBytes = kFew ? (3 * kMostFewEntries + 4) * 4 : 0;  // FewShared
