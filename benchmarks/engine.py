@@ -4,22 +4,35 @@
 usage: engine.py MODEL_DIR '{"LLM argument": value, ...}' OUT.jsonl LABEL [LOCK ENGINES]
        engine.py --config DIR    write a config.json of Qwen3-30B-A3B's sizes with MXFP4 experts
 MODEL_DIR needs a config.json only. Each batch size: prompts of 128 random tokens, 64 decode steps, ignore_eos, CUDA
-graphs on; the time of the steps is the difference to the same batch with one new token. Then a prefill-only case. Set
-VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random: dummy weights route degenerately. With LOCK, a file, the rates are
-measured once ENGINES engines have loaded, while holding its lock: they start at once and are measured in turn.
+graphs on; the time of the steps is the difference to the same batch with one new token. Then a prefill-only case. Then
+what the GPU did in such steps, by torch's profiler. Set VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random: dummy
+weights route degenerately. With LOCK, a file, the rates are measured once ENGINES engines have loaded, while holding
+its lock: they start at once and are measured in turn.
 """
 
 import fcntl
+import gzip
 import json
 import os
 import random
+import re
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
 STEPS = 64
+PROFILED_STEPS = 8
+# Whose a kernel is, by its name; the first that fits. Every layer of this model has experts, so activations are theirs.
+OWNERS = {
+    "experts": r"vllm_humming|humming|marlin|moe|experts|topk|silu|act_and_mul",
+    "attention": r"flash|fmha|attn|attention|reshape_and_cache|prepare_varlen",
+    "linears": r"nvjet|gemm|cutlass|cublas|splitK",
+}
 QWEN3_30B_A3B = dict(
     architectures=["Qwen3MoeForCausalLM"],
     model_type="qwen3_moe",
@@ -96,6 +109,66 @@ def rates(llm) -> Iterator[dict]:
     yield dict(kind="prefill", tokens=tokens, tok_s=round(tokens / best_seconds(llm, rng, 16, 2048, 1)))
 
 
+def owner(kernel: str) -> str:
+    for name, pattern in OWNERS.items():
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return name
+    return "other"
+
+
+def times_by_owner(kernels: Iterable[tuple[str, float, float]]) -> Counter:
+    """Seconds of (name, start, end), in seconds, by owner.
+
+    Kernels that overlap are not counted twice: one has the time from the end of the kernel that ended before it. With
+    programmatic dependent launch a kernel starts early, and waits.
+    """
+    times: Counter = Counter()
+    last = float("-inf")
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[2]):
+        times[owner(name)] += end - max(start, last)
+        last = end
+    return times
+
+
+def kernels_of(trace: dict) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of the kernels and copies in a trace of torch's profiler."""
+    return [
+        (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in trace["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def split(llm, directory: Path) -> Iterator[dict]:
+    """Milliseconds of the GPU by owner: in a step of each decode batch size, then in the prefill-only case."""
+    from vllm import SamplingParams
+
+    rng = random.Random(1)
+
+    def profiled(requests: int, prompt_tokens: int, new_tokens: int) -> Counter:
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        prompts = [
+            {"prompt_token_ids": [rng.randrange(10, 150000) for _ in range(prompt_tokens)]} for _ in range(requests)
+        ]
+        known = set(directory.iterdir())
+        llm.start_profile()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        llm.stop_profile()
+        (path,) = [path for path in directory.iterdir() if path not in known and path.name.endswith(".json.gz")]
+        with gzip.open(path) as file:
+            return times_by_owner(kernels_of(json.load(file)))
+
+    def record(times: Counter, steps: int) -> dict:
+        spent = {name: round(times[name] / steps * 1e3, 3) for name in (*OWNERS, "other")}
+        return {f"{name}_ms": value for name, value in spent.items()} | {"gpu_ms": round(sum(spent.values()), 3)}
+
+    for batch in (1, 32, 256):
+        first, all_steps = profiled(batch, 128, 1), profiled(batch, 128, 1 + PROFILED_STEPS)
+        all_steps.subtract(first)
+        yield dict(kind="decode-split", batch=batch) | record(all_steps, PROFILED_STEPS)
+    yield dict(kind="prefill-split", tokens=16 * 2048) | record(profiled(16, 2048, 1), 1)
+
+
 def wait_for_others(lock: TextIO, engines: int) -> None:
     """Returns, holding the lock, when as many engines have come here; the lock file has a line for each."""
     print(os.getpid(), file=lock, flush=True)
@@ -124,13 +197,23 @@ def main() -> int:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
     )
-    with open(path, "a") as out, open(lock[0] if lock else os.devnull, "a") as turn:
+    with (
+        open(path, "a") as out,
+        open(lock[0] if lock else os.devnull, "a") as turn,
+        tempfile.TemporaryDirectory() as traces,
+    ):
+        arguments["profiler_config"] = dict(
+            profiler="torch",
+            torch_profiler_dir=traces,
+            torch_profiler_with_stack=False,
+            torch_profiler_dump_cuda_time_total=False,
+        )
         start = time.time()
         llm = LLM(model=model, **arguments | json.loads(options))
         print("LOAD", round(time.time() - start, 1), flush=True)
         if lock:
             wait_for_others(turn, int(lock[1]))
-        for record in rates(llm):
+        for record in chain(rates(llm), split(llm, Path(traces))):
             line = json.dumps(dict(label=label) | record)
             print(line, flush=True)
             out.write(line + "\n")

@@ -176,3 +176,27 @@ def test_work_counts_rows_in_eights(layer_script, monkeypatch):
     rate = protocol.TENSOR_RATE["a16"]
     assert record["work_us"] == round(6 * padded * 2048 * 768 / rate * 1e6, 2)
     assert record["floor_us"] == round(6 * 8 * 2048 * 768 / rate * 1e6, 1)
+
+
+def test_the_split_of_a_step_counts_no_time_twice(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import engine
+
+    def event(name, start, microseconds, cat="kernel"):
+        return dict(ph="X", cat=cat, name=name, ts=start, dur=microseconds)
+
+    trace = {
+        "traceEvents": [
+            event("void vllm_humming::gemm::fused_kernel<C>(P)", 100, 40),
+            event("void vllm_humming::reduce_kernel<T>(P)", 110, 35),  # started early, waits until 140
+            event("nvjet_tst_64x8", 150, 20),
+            event("FlashAttnFwdSm90", 170, 10),
+            event("triton_red_fused_rms_norm", 180, 5),
+            event("Memcpy DtoH", 190, 2, "gpu_memcpy"),
+            event("step", 0, 1000, "user_annotation"),
+        ]
+    }
+    times = engine.times_by_owner(engine.kernels_of(trace))
+    found = {name: round(seconds * 1e6, 3) for name, seconds in times.items()}
+    assert found == {"experts": 45, "linears": 20, "attention": 10, "other": 7}
+    sys.modules.pop("engine")
